@@ -1,0 +1,123 @@
+"""Packed little-endian arrays as they travel in `bytes` fields of the control protocol.
+
+Primitives: `pack_u64/u32/u8`, `unpack_u64/u32/u8`, `join_fingerprints`, `split_fingerprints`,
+`unpack_name`, `pack_ready`/`unpack_ready` with the record `READY`, and the protocol's version.
+Every unpack checks the length first and raises InvalidRequest naming the field; the arrays it
+returns are read-only views into the message's bytes. Knows nothing of gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import InvalidRequest
+from kvstore.types import FINGERPRINT_BYTES, ByteArray, IntArray, UIntArray
+
+PROTOCOL_MAJOR = 1
+"""Differs: the pair cannot talk, and says so once."""
+PROTOCOL_MINOR = 0
+"""Differs: works; what one side does not know it ignores."""
+
+NO_OFFSET = 2**64 - 1
+"""In an offsets field: this block has no slot that may be touched now."""
+FAILED_PART = 0xFFFF
+"""Part number of a record in `LoadReply.failed`."""
+
+READY = np.dtype([("group", "<u2"), ("part", "<u2"), ("block", "<u4")])
+"""One readable part: group of the request, part of the layout, block counted from `first`."""
+
+Integers = Sequence[int] | IntArray | UIntArray | NDArray[np.uint32] | ByteArray
+
+
+def pack_u64(values: Integers) -> bytes:
+    """8 bytes a value; -1 becomes NO_OFFSET."""
+    return _pack(values, "<u8")
+
+
+def pack_u32(values: Integers) -> bytes:
+    """4 bytes a value."""
+    return _pack(values, "<u4")
+
+
+def pack_u8(values: Integers) -> bytes:
+    """1 byte a value; statuses and tiers."""
+    return _pack(values, "u1")
+
+
+def unpack_u64(data: bytes, field: str, count: int | None = None) -> UIntArray:
+    """uint64 [count]; `count=None` takes what is there."""
+    return _unpack(data, field, count, "<u8")
+
+
+def unpack_u32(data: bytes, field: str, count: int | None = None) -> NDArray[np.uint32]:
+    """uint32 [count]; `count=None` takes what is there."""
+    return _unpack(data, field, count, "<u4")
+
+
+def unpack_u8(data: bytes, field: str, count: int | None = None) -> ByteArray:
+    """uint8 [count]; `count=None` takes what is there."""
+    return _unpack(data, field, count, "u1")
+
+
+def join_fingerprints(fingerprints: Iterable[bytes]) -> bytes:
+    """32 bytes each, back to back; raises InvalidRequest when one has another length."""
+    names = list(fingerprints)
+    for index, name in enumerate(names):
+        if len(name) != FINGERPRINT_BYTES:
+            raise InvalidRequest(
+                f"fingerprint {index}: {len(name)} bytes, must be {FINGERPRINT_BYTES}"
+            )
+    return b"".join(names)
+
+
+def split_fingerprints(data: bytes, field: str, most: int | None = None) -> ByteArray:
+    """uint8 [n, 32]; raises InvalidRequest for a ragged length or more than `most` blocks."""
+    if len(data) % FINGERPRINT_BYTES:
+        raise InvalidRequest(
+            f"{field}: {len(data)} bytes are not a whole number of {FINGERPRINT_BYTES}-byte names"
+        )
+    count = len(data) // FINGERPRINT_BYTES
+    if most is not None and count > most:
+        raise InvalidRequest(f"{field}: {count} blocks in one call, the limit is {most}; split it")
+    return np.frombuffer(data, np.uint8).reshape(count, FINGERPRINT_BYTES)
+
+
+def unpack_name(data: bytes, field: str) -> bytes:
+    """`data` itself when it is one 32-byte name (fingerprint, parent, namespace)."""
+    if len(data) != FINGERPRINT_BYTES:
+        raise InvalidRequest(f"{field}: {len(data)} bytes, must be {FINGERPRINT_BYTES}")
+    return data
+
+
+def pack_ready(group: int, parts: Integers, blocks: Integers) -> bytes:
+    """READY records of one group; `parts` and `blocks` have one length."""
+    records = np.empty(len(blocks), READY)
+    records["group"] = group
+    records["part"] = np.asarray(parts)
+    records["block"] = np.asarray(blocks)
+    return records.tobytes()
+
+
+def unpack_ready(data: bytes, field: str) -> NDArray[np.void]:
+    """READY records [n]; also for `LoadReply.failed`."""
+    return _unpack(data, field, None, READY)
+
+
+def _pack(values: Integers, dtype: str) -> bytes:
+    try:
+        return np.asarray(values).astype(dtype, copy=False).tobytes()
+    except (OverflowError, ValueError, TypeError) as error:
+        raise InvalidRequest(f"cannot pack {type(values).__name__} as {dtype}: {error}") from error
+
+
+def _unpack(data: bytes, field: str, count: int | None, dtype: str | np.dtype[Any]) -> NDArray[Any]:
+    size = np.dtype(dtype).itemsize
+    if len(data) % size:
+        raise InvalidRequest(f"{field}: {len(data)} bytes are not a multiple of {size}")
+    if count is not None and len(data) != count * size:
+        raise InvalidRequest(f"{field}: {len(data) // size} entries, expected {count}")
+    return np.frombuffer(data, dtype)
