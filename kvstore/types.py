@@ -76,5 +76,7 @@ class BlockStatus(IntEnum):
     """The parent is in no tier; storing the block would leave it unreachable."""
     DROPPED = 5
     """Commit: not stored (cleared meanwhile, parent never filled, reservation expired)."""
+    WAITING = 7
+    """Commit: whole, becomes matchable with its parent."""
     REFUSED = 6
     """The policy or a limit said no."""

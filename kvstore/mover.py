@@ -1,0 +1,340 @@
+"""Promotion: NVMe replicas read straight into arena slots, verified part by part, shared between waiters.
+
+Primitives of `Mover`:
+  `open_load`   starts what a lease needs; a `LoadStream` tells which parts became readable, or failed
+  `close`       no new reads; running ones end
+
+A block is promoted once, whoever waits. Reads run on a bounded pool of threads that drop the GIL; a worker
+takes a few pieces, then queues behind other loads, so that a long load cannot starve a short one. A failed
+check on data drops the replica and ends the prefix there: a miss, never other bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.errors import DataError, TierError, Unavailable
+from kvstore.layout import Part
+from kvstore.namespaces import Namespace
+from kvstore.room import Room
+from kvstore.store import ABSENT, READY, GroupMatch, Store
+from kvstore.tier.nvme import NvmeTier
+from kvstore.types import ByteArray, ReplicaState, UIntArray
+
+PIECE_BYTES_MAX = 2 << 20
+"""Bytes of one read: adjacent parts are read together up to this; larger reads were no faster."""
+PIECES_PER_TURN = 4
+ROOM_POLL_SECONDS = 0.005
+
+PieceKey = tuple[int, int, int]
+"""(group of the request, part, block counted from the group's first)."""
+
+
+@dataclass
+class Promotion:
+    """One block on its way from NVMe to a host slot. Owned by the loop; `listeners` are told of each part."""
+
+    row: int
+    namespace: Namespace
+    host_slot: int
+    parts_missing: set[int]
+    pieces_left: int = 0
+    """Reads not yet ended: the slot has no other owner before this is 0, also after a failure."""
+    failure: Exception | None = None
+    listeners: list[tuple[LoadStream, int, int]] = field(default_factory=list)
+    """(stream, group, block) of every load that waits for this block."""
+
+    @property
+    def parts_ready(self) -> list[int]:
+        return [p.index for p in self.namespace.layout.parts if p.index not in self.parts_missing]
+
+
+@dataclass
+class LoadStream:
+    """What one load still waits for. `ready` and `failed` fill up; `changed` is set whenever one of them did."""
+
+    groups: list[GroupMatch]
+    short_reason: str = ""
+    ready: list[PieceKey] = field(default_factory=list)
+    failed: list[tuple[int, int]] = field(default_factory=list)
+    blocks_missing: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self) -> tuple[list[PieceKey], list[tuple[int, int]]]:
+        """Everything announced since the last call."""
+        ready, failed = self.ready, self.failed
+        self.ready, self.failed = [], []
+        self.changed.clear()
+        return ready, failed
+
+    @property
+    def is_done(self) -> bool:
+        return self.blocks_missing == 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Adjacent parts of one block, read and verified by one worker turn."""
+
+    promotion: Promotion
+    nvme_slot: int
+    parts: tuple[Part, ...]
+    into: ByteArray
+    checksums: UIntArray
+
+
+class ReadBatch:
+    """The pieces of one load, worked off by a few threads; completions are handed to the loop in lumps."""
+
+    def __init__(
+        self,
+        pieces: Iterable[Piece],
+        nvme: NvmeTier,
+        workers: Executor,
+        loop: asyncio.AbstractEventLoop,
+        settle: Callable[[Piece, Exception | None], None],
+    ) -> None:
+        self._pieces = deque(pieces)
+        self._nvme = nvme
+        self._workers = workers
+        self._loop = loop
+        self._settle = settle
+        self._done: deque[tuple[Piece, Exception | None]] = deque()
+        self._is_told = False
+
+    def start(self, threads: int) -> None:
+        for _ in range(min(threads, len(self._pieces))):
+            self._workers.submit(self._turn)
+
+    def _turn(self) -> None:
+        """Worker thread: a few pieces, then to the back of the queue."""
+        for _ in range(PIECES_PER_TURN):
+            try:
+                piece = self._pieces.popleft()
+            except IndexError:
+                return
+            self._done.append((piece, self._read(piece)))
+            if not self._is_told:
+                self._is_told = True
+                self._loop.call_soon_threadsafe(self._collect)
+        try:
+            self._workers.submit(self._turn)
+        except RuntimeError:
+            self._fail_rest()
+
+    def _read(self, piece: Piece) -> Exception | None:
+        if piece.promotion.failure is not None:
+            return piece.promotion.failure
+        try:
+            self._nvme.read_parts(piece.nvme_slot, piece.parts, piece.into, piece.checksums)
+        except (DataError, TierError) as error:
+            return error
+        return None
+
+    def _fail_rest(self) -> None:
+        """The pool shuts down: what was not read is a miss."""
+        while self._pieces:
+            self._done.append((self._pieces.popleft(), TierError("the daemon is shutting down")))
+        self._loop.call_soon_threadsafe(self._collect)
+
+    def _collect(self) -> None:
+        """Loop: settle everything that ended. The flag falls first, so that no completion is left behind."""
+        self._is_told = False
+        while self._done:
+            self._settle(*self._done.popleft())
+
+
+class Mover:
+    """All promotions of one daemon life."""
+
+    def __init__(
+        self,
+        store: Store,
+        room: Room,
+        workers: Executor,
+        threads: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._room = room
+        self._workers = workers
+        self._threads = threads
+        self._now = clock
+        self._running: dict[int, Promotion] = {}
+        self.bytes_inflight = 0
+        self.is_closing = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Loads are running: idle-bandwidth work should wait."""
+        return bool(self._running)
+
+    async def open_load(
+        self, groups: list[GroupMatch], *, layer_order: bool, deadline: float
+    ) -> LoadStream:
+        """Start promotions for every row of `groups` that is not READY in host.
+
+        `short_reason` of the result is "capacity" when slots ran out: groups are cut to what is promised. Waits (to
+        `deadline`) only when there is no slot at all. The caller holds a lease over the rows.
+        """
+        if self.is_closing:
+            raise Unavailable("the daemon is shutting down")
+        stream = LoadStream([GroupMatch(g.namespace, g.first, g.rows) for g in groups])
+        started: list[Promotion] = []
+        for number, group in enumerate(stream.groups):
+            promised = await self._promise(stream, number, group, started, deadline)
+            if promised < len(group.rows):
+                stream.short_reason = stream.short_reason or "capacity"
+                group.rows = group.rows[:promised]
+        self._start(started, layer_order)
+        return stream
+
+    async def _promise(
+        self,
+        stream: LoadStream,
+        number: int,
+        group: GroupMatch,
+        started: list[Promotion],
+        deadline: float,
+    ) -> int:
+        """Join or create the promotion of each row in turn; return how many blocks are promised."""
+        columns = self._store.catalog
+        missing = group.rows[columns.host_state[group.rows] == ABSENT]
+        slots = deque(await self._slots(group.namespace, len(missing), deadline))
+        for block, row in enumerate(group.rows.tolist()):
+            state = columns.host_state[row]
+            if state == READY:
+                continue
+            promotion = self._running.get(row)
+            if promotion is None and state == ABSENT and columns.nvme_state[row] == READY and slots:
+                promotion = self._create(row, group.namespace, slots.popleft())
+                started.append(promotion)
+            if promotion is None or promotion.failure is not None:
+                self._give_back(slots)
+                return block
+            promotion.listeners.append((stream, number, block))
+            stream.blocks_missing += 1
+            stream.ready += [(number, part, block) for part in promotion.parts_ready]
+        self._give_back(slots)
+        return len(group.rows)
+
+    def _give_back(self, slots: Iterable[int]) -> None:
+        left = list(slots)
+        if left:
+            self._store.host_tier.free(left)
+
+    async def _slots(self, namespace: Namespace, count: int, deadline: float) -> list[int]:
+        while True:
+            now = self._now()
+            slots = self._room.host_slots(namespace.slot_bytes, count, now, staging=True)
+            if slots or not count or now >= deadline or self.is_closing:
+                return slots
+            await asyncio.sleep(ROOM_POLL_SECONDS)
+
+    def _create(self, row: int, namespace: Namespace, slot: int) -> Promotion:
+        columns = self._store.catalog
+        columns.set_host(row, ReplicaState.FILLING, slot)
+        columns.pins[row] += 1
+        parts = {part.index for part in namespace.layout.parts}
+        promotion = Promotion(row, namespace, slot, parts)
+        self._running[row] = promotion
+        self.bytes_inflight += namespace.layout.block_bytes
+        return promotion
+
+    def _start(self, promotions: Sequence[Promotion], layer_order: bool) -> None:
+        nvme = self._store.nvme
+        if not promotions or nvme is None:
+            return
+        pieces = [
+            piece for promotion in promotions for piece in self._pieces_of(promotion, layer_order)
+        ]
+        if layer_order:
+            pieces.sort(key=lambda piece: piece.parts[0].layer_first)
+        loop = asyncio.get_running_loop()
+        ReadBatch(pieces, nvme, self._workers, loop, self._settle).start(self._threads)
+
+    def _pieces_of(self, promotion: Promotion, layer_order: bool) -> list[Piece]:
+        columns, layout = self._store.catalog, promotion.namespace.layout
+        into = self._store.host_tier.view(promotion.host_slot, layout.slot_bytes)
+        nvme_slot = int(columns.nvme_slot[promotion.row])
+        checksums = columns.checksums[promotion.row].copy()
+        runs = [(part,) for part in layout.parts] if layer_order else runs_of(layout.parts)
+        promotion.pieces_left = len(runs)
+        return [Piece(promotion, nvme_slot, run, into, checksums) for run in runs]
+
+    # ------------------------------------------------------------------ completions (on the loop)
+
+    def _settle(self, piece: Piece, failure: Exception | None) -> None:
+        promotion = piece.promotion
+        promotion.pieces_left -= 1
+        if failure is not None and promotion.failure is None:
+            promotion.failure = failure
+            self._tell_failed(promotion)
+        if promotion.failure is None:
+            for part in piece.parts:
+                promotion.parts_missing.discard(part.index)
+                for stream, group, block in promotion.listeners:
+                    stream.ready.append((group, part.index, block))
+                    stream.changed.set()
+        if promotion.pieces_left == 0:
+            self._leave(promotion)
+            if promotion.failure is None:
+                self._finish(promotion)
+            else:
+                self._drop(promotion, promotion.failure)
+
+    def _finish(self, promotion: Promotion) -> None:
+        store, row = self._store, promotion.row
+        store.counters.add("bytes_promoted", promotion.namespace.layout.block_bytes)
+        rows = np.array([row], np.int64)
+        if store.is_current(rows)[0] and store.catalog.nvme_state[row] == READY:
+            store.publish(rows, self._now())
+        else:
+            store.drop_unready(row, "cleared")
+        for stream, _, _ in promotion.listeners:
+            stream.blocks_missing -= 1
+            stream.changed.set()
+
+    def _tell_failed(self, promotion: Promotion) -> None:
+        for stream, group, block in promotion.listeners:
+            stream.failed.append((group, block))
+            stream.short_reason = stream.short_reason or "failed"
+            stream.blocks_missing -= 1
+            stream.changed.set()
+
+    def _drop(self, promotion: Promotion, failure: Exception) -> None:
+        """The last read ended: the slot is free, and the unusable copy leaves NVMe."""
+        store, row = self._store, promotion.row
+        reason = "checksum" if isinstance(failure, DataError) else "io"
+        store.condemn_damaged(row, reason)
+        store.drop_unready(row, reason)
+
+    def _leave(self, promotion: Promotion) -> None:
+        del self._running[promotion.row]
+        self._store.catalog.pins[promotion.row] -= 1
+        self.bytes_inflight -= promotion.namespace.layout.block_bytes
+
+    def close(self) -> None:
+        """Refuse new loads; those running end by themselves."""
+        self.is_closing = True
+
+
+def runs_of(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
+    """Adjacent parts grouped up to PIECE_BYTES_MAX, in order."""
+    runs: list[tuple[Part, ...]] = []
+    current: list[Part] = []
+    for part in parts:
+        joined = current and current[-1].offset + current[-1].length == part.offset
+        fits = current and part.offset + part.length - current[0].offset <= PIECE_BYTES_MAX
+        if current and not (joined and fits):
+            runs.append(tuple(current))
+            current = []
+        current.append(part)
+    runs.append(tuple(current))
+    return runs

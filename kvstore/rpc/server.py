@@ -1,0 +1,424 @@
+"""The control API: one gRPC method a verb, translated to the store and back.
+
+Primitives: `ControlServicer`, one coroutine a verb. It checks lengths and limits, finds the caller's session, calls
+the store, packs the answer. Typed errors become a status with metadata; anything else is our bug and fatal.
+Owns no state but the sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore import __version__
+from kvstore.config import Config
+from kvstore.errors import (
+    Draining,
+    InvalidRequest,
+    KVStoreError,
+    LeaseUnknown,
+    Overloaded,
+    VersionMismatch,
+)
+from kvstore.layout import BlockLayout
+from kvstore.mover import LoadStream
+from kvstore.namespaces import Namespace
+from kvstore.rpc import control_pb2 as pb
+from kvstore.rpc import control_pb2_grpc, status, wire
+from kvstore.rpc.sessions import Session
+from kvstore.service import Service
+from kvstore.store import READY, GroupMatch
+from kvstore.types import IntArray, ReservationId, Tier, UIntArray
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+_NO_OFFSETS = np.uint64(wire.NO_OFFSET)
+
+
+def unary(method: Callable[..., Awaitable[Any]]) -> Any:
+    """Turn typed errors into a status; hand anything else to the daemon as fatal."""
+
+    @functools.wraps(method)
+    async def wrapped(self: ControlServicer, request: Any, context: Any) -> Any:
+        try:
+            self.service.check_admission()
+            return await method(self, request, context)
+        except KVStoreError as error:
+            await status.abort(context, error)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.service.fatal(error)
+            raise
+
+    return wrapped
+
+
+def streaming(method: Callable[..., AsyncIterator[Any]]) -> Any:
+    """The same for a method that yields."""
+
+    @functools.wraps(method)
+    async def wrapped(self: ControlServicer, request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            self.service.check_admission()
+            async for reply in method(self, request, context):
+                yield reply
+        except KVStoreError as error:
+            await status.abort(context, error)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
+            self.service.fatal(error)
+            raise
+
+    return wrapped
+
+
+class ControlServicer(control_pb2_grpc.ControlServicer):
+    """All verbs of the control API over one `Service`."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    @property
+    def _config(self) -> Config:
+        return self.service.config
+
+    # ------------------------------------------------------------------ attach
+
+    @streaming
+    async def Attach(self, requests: Any, context: Any) -> AsyncIterator[pb.AttachReply]:
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("kind") != "hello":
+            raise InvalidRequest("attach: the first message must be a hello")
+        hello = first.hello
+        if hello.protocol_major != wire.PROTOCOL_MAJOR:
+            raise VersionMismatch(
+                f"client speaks protocol {hello.protocol_major}.{hello.protocol_minor}, this daemon "
+                f"({__version__}) speaks {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}: install the same major"
+            )
+        session = self.service.sessions.open(hello)
+        reader = asyncio.create_task(self._read_attached(requests, session))
+        try:
+            self.service.attached(session)
+            yield pb.AttachReply(welcome=self._welcome(session))
+            while (reply := await session.outbox.get()) is not None:
+                yield reply
+        finally:
+            reader.cancel()
+            self.service.detached(session)
+
+    async def _read_attached(self, requests: Any, session: Session) -> None:
+        """The client's side of the stream; its end ends the session."""
+        async for _ in requests:
+            pass
+        if not session.outbox.full():
+            session.outbox.put_nowait(None)
+
+    def _welcome(self, session: Session) -> pb.Welcome:
+        config, host = self._config, self.service.store.host
+        return pb.Welcome(
+            protocol_major=wire.PROTOCOL_MAJOR,
+            protocol_minor=wire.PROTOCOL_MINOR,
+            client=session.client,
+            boot_id=self.service.boot_id,
+            arena_dir=str(config.arena_directory) if host is not None else "",
+            region_bytes=config.host.region_bytes,
+            regions=config.host.regions if host is not None else 0,
+            read_lease_seconds=config.lease.read_seconds,
+            write_lease_seconds=config.lease.write_seconds,
+            lease_blocks_max=config.lease.blocks_max,
+            version=__version__,
+        )
+
+    # ------------------------------------------------------------------ namespaces
+
+    @unary
+    async def Declare(self, request: pb.DeclareRequest, context: Any) -> pb.NamespaceReply:
+        self.service.sessions.get(request.client)
+        sizes = request.layout
+        layout = BlockLayout(sizes.block_tokens, sizes.layers, sizes.layer_bytes, sizes.ranks or 1)
+        namespace = await self.service.declare(
+            request.namespace, request.kind, layout, request.window_tokens, request.label
+        )
+        return _namespace_reply(namespace)
+
+    @unary
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.NamespaceReply:
+        return _namespace_reply(self.service.store.namespaces.get(request.namespace))
+
+    # ------------------------------------------------------------------ reads
+
+    def _names(self, data: bytes, field: str) -> bytes:
+        wire.split_fingerprints(data, field, self._config.limits.blocks_per_call_max)
+        return data
+
+    def _groups(self, groups: Any) -> list[tuple[Namespace, bytes]]:
+        get = self.service.store.namespaces.get
+        return [
+            (get(group.namespace), self._names(group.fingerprints, f"groups[{index}].fingerprints"))
+            for index, group in enumerate(groups)
+        ]
+
+    @unary
+    async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchReply:
+        session = self.service.sessions.get(request.client)
+        store, now = self.service.store, self.service.now()
+        result = store.match(
+            session.client,
+            self._groups(request.groups),
+            request.prompt_tokens,
+            request.want_lease,
+            now,
+        )
+        self.service.touch_soon()
+        return pb.MatchReply(
+            boundary_tokens=result.boundary_tokens,
+            lease=result.lease or 0,
+            lease_seconds=self._config.lease.read_seconds if result.lease else 0.0,
+            groups=[self._pack_group(group) for group in result.groups],
+            short_reason=result.short_reason,
+            boot_id=self.service.boot_id,
+        )
+
+    def _pack_group(self, group: GroupMatch) -> pb.GroupMatch:
+        """Offsets and generations of what is in host (READY, or being promoted); tiers as they are now."""
+        store, rows = self.service.store, group.rows
+        columns, host = store.catalog, store.host
+        reply = pb.GroupMatch(blocks=group.blocks, first=group.first)
+        ready = columns.host_state[rows] == READY
+        slots = columns.host_slot[rows]
+        offsets = np.full(len(rows), _NO_OFFSETS, np.uint64)
+        generations = np.zeros(len(rows), np.uint64)
+        if host is not None and (slots >= 0).any():
+            with_slot = slots >= 0
+            offsets[with_slot] = host.pool.offsets_of(slots[with_slot])
+            generations[with_slot] = host.generations(slots[with_slot])
+        reply.offsets = offsets.tobytes()
+        reply.generations = generations.tobytes()
+        reply.tiers = np.where(ready, Tier.HOST, Tier.NVME).astype(np.uint8).tobytes()
+        return reply
+
+    @streaming
+    async def Load(self, request: pb.LoadRequest, context: Any) -> AsyncIterator[pb.LoadReply]:
+        session = self.service.sessions.get(request.client)
+        deadline = self.service.deadline(request.deadline_ms)
+        groups = self.service.leased_groups(session.client, request.lease)
+        layer_order = request.order == pb.LAYER_ORDER
+        stream = await self.service.open_load(groups, layer_order=layer_order, deadline=deadline)
+        yield pb.LoadReply(
+            grants=[self._pack_group(group) for group in stream.groups],
+            short_reason=stream.short_reason,
+            **self._announce(stream),
+        )
+        while not stream.is_done:
+            left = deadline - self.service.now()
+            try:
+                await asyncio.wait_for(stream.changed.wait(), max(left, 0.0))
+            except TimeoutError:
+                yield pb.LoadReply(done=True, short_reason="deadline", **self._announce(stream))
+                return
+            reply = pb.LoadReply(**self._announce(stream))
+            if stream.is_done:
+                reply.done, reply.short_reason = True, stream.short_reason
+            yield reply
+            if reply.done:
+                return
+        yield pb.LoadReply(done=True, short_reason=stream.short_reason, **self._announce(stream))
+
+    @staticmethod
+    def _announce(stream: LoadStream) -> dict[str, bytes]:
+        ready, failed = stream.take()
+        return {
+            "ready": np.array(ready, wire.READY).tobytes() if ready else b"",
+            "failed": np.array(
+                [(group, wire.FAILED_PART, block) for group, block in failed], wire.READY
+            ).tobytes()
+            if failed
+            else b"",
+        }
+
+    @unary
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
+        session = self.service.sessions.get(request.client)
+        released = sum(
+            self.service.release(session.client, lease)
+            for lease in request.leases[: self._config.lease.leases_per_client_max]
+        )
+        return pb.ReleaseReply(released=released)
+
+    @unary
+    async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewReply:
+        session = self.service.sessions.get(request.client)
+        seconds = self.service.renew(session, request.lease, request.reservation)
+        return pb.RenewReply(lease_seconds=seconds)
+
+    @unary
+    async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportReply:
+        self.service.sessions.get(request.client)
+        for _, names in self._groups(request.used):
+            self.service.store.report(names, 0)
+        if request.missed_blocks:
+            self.service.store.report(b"", request.missed_blocks)
+        self.service.touch_soon()
+        return pb.ReportReply()
+
+    @unary
+    async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsReply:
+        store = self.service.store
+        namespace = store.namespaces.get(request.namespace)
+        prefix, mask = store.exists(namespace, self._names(request.fingerprints, "fingerprints"))
+        return pb.ExistsReply(prefix_blocks=prefix, tiers=mask.tobytes())
+
+    # ------------------------------------------------------------------ writes
+
+    @unary
+    async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveReply:
+        session = self.service.sessions.get(request.client)
+        namespace = self.service.store.namespaces.get(request.namespace)
+        writes = self.service.writes
+        if request.fingerprints and request.count:
+            raise InvalidRequest("reserve: give fingerprints or count, not both")
+        if request.fingerprints:
+            names = self._names(request.fingerprints, "fingerprints")
+            grant = writes.reserve(
+                session.client, session.engine, namespace, request.parent, names
+            )
+        else:
+            count = min(request.count, self._config.limits.blocks_per_call_max)
+            grant = writes.reserve_anonymous(session.client, session.engine, namespace, count)
+        return pb.ReserveReply(
+            reservation=grant.reservation or 0,
+            lease_seconds=self._config.lease.write_seconds,
+            statuses=grant.statuses.tobytes(),
+            offsets=self._offsets(grant.slots).tobytes(),
+        )
+
+    def _offsets(self, slots: IntArray) -> UIntArray:
+        offsets = np.full(len(slots), _NO_OFFSETS, np.uint64)
+        granted = slots >= 0
+        if granted.any():
+            offsets[granted] = self.service.store.host_tier.pool.offsets_of(slots[granted])
+        return offsets
+
+    @unary
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
+        session = self.service.sessions.get(request.client)
+        names = self._names(request.fingerprints, "fingerprints")
+        count = len(names) // 32
+        offsets = wire.unpack_u64(request.offsets, "offsets", count)
+        statuses = await self.service.commit(
+            session,
+            ReservationId(request.reservation),
+            request.parent,
+            names,
+            offsets,
+            None if request.all_ranks else request.rank,
+            request.end,
+        )
+        return pb.CommitReply(statuses=statuses.tobytes())
+
+    @unary
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortReply:
+        session = self.service.sessions.get(request.client)
+        freed = self.service.writes.abort(
+            session.client, session.engine, ReservationId(request.reservation)
+        )
+        return pb.AbortReply(freed=freed)
+
+    # ------------------------------------------------------------------ keeping and dropping
+
+    @unary
+    async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:
+        self.service.store.namespaces.get(request.namespace)
+        names = self._names(request.fingerprints, "fingerprints")
+        durable = await self.service.flush(names, self.service.deadline(request.deadline_ms))
+        pending = int(np.count_nonzero(~durable))
+        return pb.FlushReply(durable=durable.astype(np.uint8).tobytes(), pending_blocks=pending)
+
+    @unary
+    async def Delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteReply:
+        self.service.store.namespaces.get(request.namespace)
+        name = wire.unpack_name(request.fingerprint, "fingerprint")
+        return pb.DeleteReply(deleted_blocks=await self.service.delete(name))
+
+    @unary
+    async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearReply:
+        namespaces = self.service.store.namespaces
+        if bool(request.namespace) == request.all:
+            raise InvalidRequest("clear: name one namespace, or ask for all")
+        chosen = list(namespaces) if request.all else [namespaces.get(request.namespace)]
+        for namespace in chosen:
+            await self.service.clear(namespace)
+        return pb.ClearReply(namespaces=len(chosen))
+
+    # ------------------------------------------------------------------ looking
+
+    @unary
+    async def Stat(self, request: pb.StatRequest, context: Any) -> pb.StatReply:
+        return pb.StatReply(json=json.dumps(self.service.statistics()))
+
+    @streaming
+    async def Verify(self, request: pb.VerifyRequest, context: Any) -> AsyncIterator[pb.VerifyReply]:
+        async for progress in self.service.verify(payloads=request.payloads, fix=request.fix):
+            yield pb.VerifyReply(
+                checked_blocks=progress.checked_blocks,
+                total_blocks=progress.total_blocks,
+                findings=progress.findings,
+                done=progress.is_done,
+            )
+
+    @unary
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchReply:
+        """A hint may be ignored: this daemon accepts none yet, and says so."""
+        self._groups(request.groups)
+        return pb.PrefetchReply(accepted=0)
+
+    @unary
+    async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:
+        self.service.store.namespaces.get(request.namespace)
+        return pb.PinReply(pinned=0)
+
+    @unary
+    async def Unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinReply:
+        self.service.store.namespaces.get(request.namespace)
+        return pb.UnpinReply(unpinned=0)
+
+    @unary
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreReply:
+        """Tokens available by tier; the TTFT prediction stays 0 until costs are calibrated."""
+        store = self.service.store
+        namespace = store.namespaces.get(request.namespace)
+        prefix, mask = store.exists(namespace, self._names(request.fingerprints, "fingerprints"))
+        tokens = {
+            int(tier): int(np.count_nonzero(mask[:prefix] & (1 << tier)))
+            * namespace.layout.block_tokens
+            for tier in (Tier.HOST, Tier.NVME)
+        }
+        return pb.ScoreReply(tokens_by_tier=tokens)
+
+
+def _namespace_reply(namespace: Namespace) -> pb.NamespaceReply:
+    layout = namespace.layout
+    return pb.NamespaceReply(
+        namespace=namespace.id,
+        index=namespace.index,
+        kind=namespace.kind,
+        layout=pb.Layout(
+            block_tokens=layout.block_tokens,
+            layers=layout.layers,
+            layer_bytes=layout.layer_bytes,
+            ranks=layout.ranks,
+        ),
+        window_tokens=namespace.window_tokens,
+        label=namespace.label,
+        clear_count=namespace.clear_count,
+        slot_bytes=namespace.slot_bytes,
+    )
+
+
+__all__ = ["ControlServicer", "Draining", "LeaseUnknown", "Overloaded"]

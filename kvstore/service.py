@@ -1,0 +1,366 @@
+"""One daemon life: the store, its tasks and its clients behind the verbs of the control API.
+
+Primitives of `Service`: a method a verb that needs more than the store (`declare`, `commit`, `open_load`, `flush`, `delete`,
+`clear`, `verify`), the session hooks (`attached`, `detached`), `maintain` (the periodic task) and `statistics`.
+Runs on the loop. Knows no gRPC: rpc/server.py translates. Assembled by daemon.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
+
+import numpy as np
+
+from kvstore import __version__
+from kvstore.catalog import ABSENT_ROW
+from kvstore.clock import Clock
+from kvstore.config import Config
+from kvstore.errors import Draining, InvalidRequest, LeaseError
+from kvstore.layout import BlockLayout
+from kvstore.logs import get_logger, tell_held_back
+from kvstore.loop_lag import LoopLag
+from kvstore.mover import LoadStream, Mover
+from kvstore.namespaces import Namespace
+from kvstore.rpc.sessions import Session, Sessions
+from kvstore.scrub import Progress, Scrubber
+from kvstore.store import GroupMatch, Store
+from kvstore.types import (
+    FINGERPRINT_BYTES,
+    PAGE_BYTES,
+    BoolArray,
+    ByteArray,
+    ClientId,
+    IntArray,
+    LeaseId,
+    ReservationId,
+    UIntArray,
+)
+from kvstore.writebehind import WriteBehind
+from kvstore.writes import WritePath
+
+TICK_SECONDS = 0.02
+SLOW_TICK_SECONDS = 0.5
+SLICES_SECONDS_MAX = 0.001
+"""Longest stretch of background work in one step of the loop."""
+INTEGRITY_EVERY_SECONDS = 60.0
+
+
+class Service:
+    """Owns nothing but the periodic task; everything it coordinates is handed in."""
+
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        store: Store,
+        writes: WritePath,
+        mover: Mover,
+        write_behind: WriteBehind | None,
+        scrubber: Scrubber,
+        sessions: Sessions,
+        workers: Executor,
+        boot_id: int,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.writes = writes
+        self.mover = mover
+        self.write_behind = write_behind
+        self.scrubber = scrubber
+        self.sessions = sessions
+        self.boot_id = boot_id
+        self.fatal = on_fatal
+        self.lag = LoopLag()
+        self.is_draining = False
+        self._clock = clock
+        self._workers = workers
+        self._started = clock.monotonic()
+        self._declaring = asyncio.Lock()
+        self._touch_is_scheduled = False
+        self._integrity: Iterator[None] | None = None
+        self._integrity_at = clock.monotonic() + INTEGRITY_EVERY_SECONDS
+        self._log = get_logger("service")
+
+    def now(self) -> float:
+        return self._clock.monotonic()
+
+    def deadline(self, milliseconds: int) -> float:
+        """Absolute deadline of a call; 0 and what exceeds limits.deadline_seconds_max become that limit."""
+        most = self.config.limits.deadline_seconds_max
+        return self.now() + (min(milliseconds / 1000, most) if milliseconds else most)
+
+    def check_admission(self) -> None:
+        """Raises Draining once shutdown began."""
+        if self.is_draining:
+            raise Draining("the daemon is shutting down")
+
+    # ------------------------------------------------------------------ clients
+
+    def attached(self, session: Session) -> None:
+        if session.lock_file and self.store.host is not None:
+            self.store.host.arena.acknowledge_client(session.lock_file)
+        self._log.info("client attached", engine=session.engine, pid=session.pid)
+
+    def detached(self, session: Session) -> None:
+        """The stream ended: leases go, reservations end, slots wait until the process is known to be gone."""
+        self.sessions.close(session)
+        self.store.leases.drop_client(session.client, self.now())
+        self.writes.client_lost(session.client)
+        self._log.info("client left", engine=session.engine, pid=session.pid)
+        self._bury()
+
+    def _bury(self) -> None:
+        """Clients that left and whose kernel lock is free can write no more."""
+        for session in self.sessions.waiting():
+            host = self.store.host
+            if not session.lock_file or host is None or host.arena.client_gone(session.lock_file):
+                self.writes.client_gone(session.client)
+                self.sessions.gone(session)
+
+    # ------------------------------------------------------------------ verbs
+
+    async def declare(
+        self, namespace: bytes, kind: str, layout: BlockLayout, window_tokens: int, label: str
+    ) -> Namespace:
+        """Make a namespace known; new ones are durable before this returns."""
+        async with self._declaring:
+            found, is_new = self.store.namespaces.propose(
+                namespace, kind, layout, window_tokens, label
+            )
+            if not is_new:
+                return found
+            self._check_fits(layout)
+            if self.store.nvme is not None:
+                await self._in_worker(self.store.nvme.put_namespace, found)
+            return self.store.namespaces.add(found)
+
+    def _check_fits(self, layout: BlockLayout) -> None:
+        host = self.config.host
+        if self.store.host is not None and layout.slot_bytes > min(host.bytes, host.region_bytes):
+            raise InvalidRequest(
+                f"a block of {layout.slot_bytes} bytes does not fit into host.region_bytes="
+                f"{host.region_bytes} of host.bytes={host.bytes}; raise them or use fewer tokens a block"
+            )
+        room = self.config.nvme.segment_bytes
+        if self.store.nvme is not None and layout.slot_bytes + PAGE_BYTES > room:
+            raise InvalidRequest(
+                f"a block of {layout.slot_bytes} bytes does not fit into nvme.segment_bytes={room}; "
+                "raise it (in a new data directory) or use fewer tokens a block"
+            )
+
+    def touch_soon(self) -> None:
+        """Let the policy see uses after the reply went out."""
+        if not self._touch_is_scheduled:
+            self._touch_is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._apply_touches)
+
+    def _apply_touches(self) -> None:
+        self._touch_is_scheduled = False
+        self.store.apply_touches(self.now())
+
+    def leased_groups(self, client: ClientId, lease: int) -> list[GroupMatch]:
+        """The rows of a lease, one group a namespace. Raises LeaseExpired, LeaseUnknown."""
+        rows = self.store.leases.rows_of(client, LeaseId(lease), self.now())
+        columns = self.store.catalog.namespace[rows]
+        cuts = np.flatnonzero(np.diff(columns.astype(np.int64))) + 1
+        return [
+            GroupMatch(self.store.namespaces.at(int(self.store.catalog.namespace[run[0]])), 0, run)
+            for run in np.split(rows, cuts)
+            if len(run)
+        ]
+
+    async def open_load(
+        self, groups: list[GroupMatch], *, layer_order: bool, deadline: float
+    ) -> LoadStream:
+        return await self.mover.open_load(groups, layer_order=layer_order, deadline=deadline)
+
+    def release(self, client: ClientId, lease: int) -> bool:
+        """Twice, or after its end: a counted no-op."""
+        return self.store.leases.release(client, LeaseId(lease), self.now())
+
+    def renew(self, session: Session, lease: int, reservation: int) -> float:
+        """Prolong a lease or a reservation; seconds it lives from now."""
+        if lease:
+            seconds = self.config.lease.read_seconds
+            self.store.leases.renew(session.client, LeaseId(lease), self.now(), seconds)
+            return seconds
+        seconds = self.config.lease.write_seconds
+        found = self.store.reservations.find(
+            session.client, session.engine, ReservationId(reservation)
+        )
+        self.store.reservations.renew(found, self.now() + seconds)
+        return seconds
+
+    async def commit(
+        self,
+        session: Session,
+        reservation: ReservationId,
+        parent: bytes,
+        names: bytes,
+        offsets: UIntArray,
+        rank: int | None,
+        end: bool,
+    ) -> ByteArray:
+        """Find the slots behind `offsets`, then `WritePath.commit`; `rank` None: every rank's part is filled."""
+        found = self.store.reservations.acknowledge(session.client, reservation)
+        if found is not None:
+            self.store.counters.add("late_commits")
+            self.store.host_tier.free(found)
+            raise LeaseError("commit: the reservation expired; nothing was stored")
+        reserved = self.store.reservations.find(session.client, session.engine, reservation)
+        ranks = self.store.namespaces.at(reserved.namespace).layout.ranks
+        if rank is not None and not 0 <= rank < ranks:
+            raise InvalidRequest(f"commit: rank {rank} does not exist, the layout has {ranks}")
+        return await self.writes.commit(
+            session.client,
+            session.engine,
+            reservation,
+            parent,
+            names,
+            self._slots_at(reserved.slots, offsets),
+            range(ranks) if rank is None else range(rank, rank + 1),
+            end,
+        )
+
+    def _slots_at(self, reserved: IntArray, offsets: UIntArray) -> IntArray:
+        """Slots of a reservation by byte offset. Raises InvalidRequest for an offset it does not hold."""
+        by_offset = dict(
+            zip(self.store.host_tier.pool.offsets_of(reserved).tolist(), reserved.tolist(), strict=True)
+        )
+        try:
+            return np.array([by_offset[offset] for offset in offsets.tolist()], np.int64)
+        except KeyError as error:
+            raise InvalidRequest(
+                f"commit: no slot of this reservation lies at offset {error.args[0]}"
+            ) from error
+
+    async def flush(self, names: bytes, deadline: float) -> BoolArray:
+        """Which blocks are durable by the deadline; without an NVMe tier none is."""
+        if self.write_behind is None:
+            return np.zeros(len(names) // FINGERPRINT_BYTES, np.bool_)
+        return await self.write_behind.flush(names, deadline)
+
+    async def delete(self, name: bytes) -> int:
+        """A block and all that follows it; invisible when this returns, and gone from the index as well."""
+        row = self.store.catalog.rows(name)
+        if row[0] == ABSENT_ROW or not self.store.is_current(row)[0]:
+            return 0
+        doomed = self.store.descent_of(int(row[0]))
+        self.store.condemn(doomed, "deleted")
+        if self.write_behind is not None:
+            await self.write_behind.delete_records(doomed)
+        return len(doomed)
+
+    async def clear(self, namespace: Namespace) -> None:
+        """No block stored before this call matches again, also after a SIGKILL: the new count is durable first."""
+        count = namespace.clear_count + 1
+        if self.store.nvme is not None:
+            await self._in_worker(self.store.nvme.set_clear_count, namespace.id, count)
+        count = max(count, namespace.clear_count)
+        self.store.namespaces.set_clear_count(namespace, count)
+        if self.store.host is not None:
+            self.store.host.directory.set_clear_count(namespace.index, count)
+        self.store.start_reclaim()
+        self._log.info("namespace cleared", namespace=namespace.id.hex()[:16], clear_count=count)
+
+    async def verify(self, *, payloads: bool, fix: bool) -> AsyncIterator[Progress]:
+        """Index, catalog and segments against each other; payloads when asked."""
+        async for progress in self.scrubber.verify(payloads=payloads, fix=fix):
+            yield progress
+
+    async def _in_worker(self, function: Callable[..., None], *arguments: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._workers, function, *arguments)
+
+    # ------------------------------------------------------------------ the periodic task
+
+    async def maintain(self) -> None:
+        """Expire leases, free what nobody holds, reclaim and check in slices; until cancelled."""
+        next_slow = 0.0
+        while True:
+            await self.lag.sleep(TICK_SECONDS)
+            now = self.now()
+            self.store.leases.expire(now)
+            self.writes.expire(now)
+            self._work_in_slices(now)
+            if now >= next_slow:
+                next_slow = now + SLOW_TICK_SECONDS
+                self._bury()
+                tell_held_back()
+                if self.store.host is not None:
+                    self.store.host.recheck()
+                if self.store.nvme is not None:
+                    self.store.nvme.tend()
+
+    def _work_in_slices(self, now: float) -> None:
+        end = time.perf_counter() + SLICES_SECONDS_MAX
+        while time.perf_counter() < end:
+            if self.store.reclaim_slice(now):
+                continue
+            if self._integrity is None:
+                if now < self._integrity_at or self.mover.is_busy:
+                    return
+                self._integrity = self.store.check_slices()
+            try:
+                next(self._integrity)
+            except StopIteration:
+                self._integrity = None
+                self._integrity_at = now + INTEGRITY_EVERY_SECONDS
+
+    async def drain(self) -> None:
+        """Refuse new calls and finish write-behind within daemon.drain_seconds."""
+        self.is_draining = True
+        self.mover.close()
+        if self.write_behind is not None:
+            self.write_behind.drain()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self.write_behind.drained(), self.config.daemon.drain_seconds
+                )
+
+    # ------------------------------------------------------------------ looking
+
+    def health(self) -> list[str]:
+        """Reasons why this daemon is degraded; empty when all is well."""
+        reasons: list[str] = []
+        for tier in (self.store.host, self.store.nvme):
+            if tier is not None:
+                reasons += tier.health()
+        return reasons
+
+    def statistics(self) -> dict[str, object]:
+        """The whole tree, for `kvstore stat` and metrics. Keys are stable."""
+        store = self.store
+        return {
+            "version": __version__,
+            "boot_id": f"{self.boot_id:016x}",
+            "uptime_seconds": round(self.now() - self._started, 3),
+            "health": self.health() or ["ok"],
+            "socket": str(self.config.daemon.socket_path),
+            "clients": self.sessions.statistics(),
+            "blocks": len(store.catalog),
+            "namespaces": [
+                {
+                    "id": namespace.id.hex(),
+                    "label": namespace.label,
+                    "kind": str(namespace.kind),
+                    "block_bytes": namespace.layout.block_bytes,
+                    "clear_count": namespace.clear_count,
+                }
+                for namespace in store.namespaces
+            ],
+            "host": store.host.describe() if store.host is not None else None,
+            "nvme": store.nvme.describe() if store.nvme is not None else None,
+            "leases": store.leases.statistics(),
+            "reservations": store.reservations.statistics(),
+            "write_behind_queued_blocks": (
+                self.write_behind.queued_blocks if self.write_behind is not None else 0
+            ),
+            "promotions_bytes_inflight": self.mover.bytes_inflight,
+            "loop_lag": self.lag.statistics(),
+            "counters": store.counters.snapshot(),
+        }

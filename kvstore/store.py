@@ -1,0 +1,402 @@
+"""The store: where the mind (catalog, leases, policy) and the tiers meet.
+
+Primitives of `Store`, all synchronous and on the daemon's loop:
+  `match`         largest common prefix of one or several KV groups, with one lease over it
+  `exists`        residency by tier; takes no lease, counts no use
+  `touch`         uses reported or counted after the reply
+  `make_ready`    COMMITTED host replicas whose parent is READY become matchable
+  `drop_host`, `forget`  replicas leave
+  `condemn`       rows that may never match again (deleted, damaged); `reclaim_slice` frees what they hold
+  `check_slices`  the invariants, resumable
+
+Writes live in writes.py, room-making in room.py, movement between tiers in mover.py and writebehind.py.
+Nothing here awaits, reads a clock, or touches bytes of blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import lcm
+
+import numpy as np
+
+from kvstore.catalog import ABSENT_ROW, Catalog
+from kvstore.config import Config
+from kvstore.counters import TIERS, Counters
+from kvstore.errors import InvalidRequest, check
+from kvstore.lease import LeaseTable, ReservationTable
+from kvstore.namespaces import Namespace, NamespaceTable
+from kvstore.policy import Policy
+from kvstore.tier.host import HostTier
+from kvstore.tier.nvme import NvmeTier
+from kvstore.types import (
+    FINGERPRINT_BYTES,
+    BoolArray,
+    ByteArray,
+    ClientId,
+    IntArray,
+    LeaseId,
+    ReplicaState,
+    Tier,
+)
+
+ABSENT, FILLING, COMMITTED, READY, DRAINING = (int(state) for state in ReplicaState)
+NO_ROWS: IntArray = np.empty(0, np.int64)
+CONDEMNED = 0xFFFFFFFF
+"""Clear count that no namespace reaches: the row is dead, whatever still holds it."""
+RECLAIM_SCAN_ROWS = 32768
+RECLAIM_ROWS_MAX = 128
+
+
+@dataclass
+class GroupMatch:
+    """What one KV group can serve: blocks [first, first + len(rows)) of the request's chain."""
+
+    namespace: Namespace
+    first: int
+    rows: IntArray
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of this group below the boundary."""
+        return self.first + len(self.rows)
+
+
+@dataclass
+class MatchResult:
+    """Largest token boundary every group can serve, and the lease that keeps it so."""
+
+    boundary_tokens: int
+    groups: list[GroupMatch]
+    lease: LeaseId | None = None
+    short_reason: str = ""
+
+
+@dataclass
+class Store:
+    """All state of one daemon life. `host` and `nvme` are None when that tier is off."""
+
+    config: Config
+    catalog: Catalog
+    leases: LeaseTable
+    reservations: ReservationTable
+    namespaces: NamespaceTable
+    policy: Policy
+    host: HostTier | None
+    nvme: NvmeTier | None
+    counters: Counters = field(default_factory=Counters)
+    on_ready: Callable[[IntArray], None] = lambda rows: None
+    """Told of rows that became READY in the host tier (write-behind listens)."""
+    on_nvme_lost: Callable[[IntArray], None] = lambda rows: None
+    """Told of rows whose NVMe replica must go (its record is deleted, then its slot is free)."""
+    waiting: dict[int, list[int]] = field(default_factory=dict)
+    """parent row → COMMITTED rows that become READY when it does."""
+    _touches: deque[IntArray] = field(default_factory=deque)
+    _reclaim_from: int | None = None
+    _reclaim_again: bool = False
+
+    # ------------------------------------------------------------------ reads
+
+    def is_current(self, rows: IntArray) -> BoolArray:
+        """Rows that exist and were stored since the last clear of their namespace."""
+        known = rows != ABSENT_ROW
+        columns = self.catalog
+        return known & (
+            columns.clear_count[rows] == self.namespaces.clear_counts[columns.namespace[rows]]
+        )
+
+    def is_readable(self, rows: IntArray) -> BoolArray:
+        """Current rows with a READY replica in any tier."""
+        columns = self.catalog
+        held = (columns.host_state[rows] == READY) | (columns.nvme_state[rows] == READY)
+        return self.is_current(rows) & held
+
+    def is_held(self, rows: IntArray) -> BoolArray:
+        """Current rows that are stored or being stored: nobody need store them again."""
+        columns = self.catalog
+        host = columns.host_state[rows]
+        coming = (host == FILLING) | (host == COMMITTED) | (host == READY)
+        return self.is_current(rows) & (coming | (columns.nvme_state[rows] == READY))
+
+    def match(
+        self,
+        client: ClientId,
+        groups: Sequence[tuple[Namespace, bytes]],
+        prompt_tokens: int,
+        want_lease: bool,
+        now: float,
+    ) -> MatchResult:
+        """Longest usable prefix of `groups` [(namespace, joined fingerprints from the root)].
+
+        `prompt_tokens` caps the boundary (0: no cap). The lease, when wanted, covers every row of the result and
+        keeps all its replicas where they are. Raises InvalidRequest, LeaseTooLarge.
+        """
+        if not groups:
+            raise InvalidRequest("match: no KV group given")
+        rows = [self._known_rows(namespace, names) for namespace, names in groups]
+        usable = [self.is_readable(found) for found in rows]
+        boundary = self._boundary([ns for ns, _ in groups], usable, prompt_tokens)
+        result = MatchResult(boundary, [])
+        for (namespace, names), found in zip(groups, rows, strict=True):
+            block_tokens = namespace.layout.block_tokens
+            last = boundary // block_tokens
+            first = max(0, boundary - namespace.window_tokens) // block_tokens
+            first = min(first, last) if namespace.window_tokens else 0
+            result.groups.append(GroupMatch(namespace, first, found[first:last]))
+            self._count_query(len(names) // FINGERPRINT_BYTES, result.groups[-1])
+        leased = np.concatenate([group.rows for group in result.groups])
+        if len(leased):
+            if want_lease:
+                result.lease = self.leases.grant(
+                    client, leased, now, self.config.lease.read_seconds
+                )
+                self.counters.add("leases_granted")
+            self._touches.append(leased)
+        return result
+
+    def _known_rows(self, namespace: Namespace, names: bytes) -> IntArray:
+        if namespace.is_prefix_closed:
+            return self.catalog.prefix_rows(names)
+        return self.catalog.rows(names)
+
+    @staticmethod
+    def _boundary(
+        namespaces: Sequence[Namespace], usable: Sequence[BoolArray], prompt_tokens: int
+    ) -> int:
+        """Largest multiple of all block sizes that every group can serve."""
+        step = lcm(*(namespace.layout.block_tokens for namespace in namespaces))
+        limit = prompt_tokens or 1 << 62
+        windows: list[tuple[int, int, IntArray]] = []
+        for namespace, mask in zip(namespaces, usable, strict=True):
+            block_tokens = namespace.layout.block_tokens
+            if namespace.window_tokens:
+                limit = min(limit, len(mask) * block_tokens)
+                index = np.arange(len(mask), dtype=np.int64)
+                last_hole = np.maximum.accumulate(np.where(mask, -1, index)) if len(mask) else index
+                windows.append((block_tokens, namespace.window_tokens, last_hole))
+            else:
+                prefix = len(mask) if mask.all() else int(mask.argmin())
+                limit = min(limit, prefix * block_tokens)
+        limit -= limit % step
+        if not windows or not limit:
+            return limit
+        candidates = np.arange(step, limit + 1, step, dtype=np.int64)
+        fits = np.ones(len(candidates), np.bool_)
+        for block_tokens, window, last_hole in windows:
+            first_needed = np.maximum(0, candidates - window) // block_tokens
+            fits &= last_hole[candidates // block_tokens - 1] < first_needed
+        return int(candidates[fits][-1]) if fits.any() else 0
+
+    def _count_query(self, asked: int, group: GroupMatch) -> None:
+        counters = self.counters
+        counters.add("queries")
+        counters.add("queried_blocks", asked)
+        in_host = int(np.count_nonzero(self.catalog.host_state[group.rows] == READY))
+        counters.add(f"hit_blocks:{TIERS[Tier.HOST]}", in_host)
+        counters.add(f"hit_blocks:{TIERS[Tier.NVME]}", len(group.rows) - in_host)
+        counters.add("missed_blocks:absent", asked - len(group.rows))
+
+    def exists(self, namespace: Namespace, names: bytes) -> tuple[int, ByteArray]:
+        """(length of the readable prefix in blocks, uint8 bit mask a block: 1 << tier)."""
+        rows = self.catalog.rows(names)
+        current = self.is_current(rows)
+        host = current & (self.catalog.host_state[rows] == READY)
+        nvme = current & (self.catalog.nvme_state[rows] == READY)
+        mask = (host << np.uint8(Tier.HOST)) | (nvme << np.uint8(Tier.NVME))
+        held = mask != 0
+        prefix = len(held) if held.all() else int(held.argmin())
+        return prefix, mask.astype(np.uint8)
+
+    def report(self, names: bytes, missed_blocks: int) -> None:
+        """Uses a client saw through the directory."""
+        rows = self.catalog.rows(names)
+        rows = rows[self.is_readable(rows)]
+        self.counters.add("queries")
+        self.counters.add("queried_blocks", len(names) // FINGERPRINT_BYTES + missed_blocks)
+        self.counters.add("hit_blocks:host", len(names) // FINGERPRINT_BYTES)
+        self.counters.add("missed_blocks:absent", missed_blocks)
+        self.counters.add("reported_blocks", len(names) // FINGERPRINT_BYTES)
+        self.counters.add("reported_missed_blocks", missed_blocks)
+        if len(rows):
+            self._touches.append(rows)
+
+    def apply_touches(self, now: float) -> None:
+        """Let the policy see the uses that wait; called after replies went out."""
+        while self._touches:
+            self.policy.touched(self._touches.popleft(), now)
+
+    # ------------------------------------------------------------------ visibility
+
+    def make_ready(self, rows: IntArray, now: float) -> None:
+        """COMMITTED → READY where the parent is READY in some tier; others wait for their parent.
+
+        Rows are in chain order. Rows whose parent is gone, or whose namespace was cleared meanwhile, are dropped.
+        """
+        ready: list[int] = []
+        columns = self.catalog
+        made: set[int] = set()
+        queue = deque(int(row) for row in rows)
+        while queue:
+            row = queue.popleft()
+            if columns.host_state[row] != COMMITTED:
+                continue
+            namespace = self.namespaces.at(int(columns.namespace[row]))
+            parent = int(columns.parent[row])
+            if columns.clear_count[row] != namespace.clear_count:
+                self.drop_unready(row, "cleared")
+            elif not namespace.is_prefix_closed or parent < 0 or parent in made:
+                made.add(row)
+            elif columns.host_state[parent] == READY or columns.nvme_state[parent] == READY:
+                made.add(row)
+            elif columns.host_state[parent] in (FILLING, COMMITTED):
+                self.waiting.setdefault(parent, []).append(row)
+            else:
+                self.drop_unready(row, "parent_lost")
+            if row in made:
+                ready.append(row)
+                queue.extend(self.waiting.pop(row, ()))
+        if ready:
+            self.publish(np.array(ready, np.int64), now)
+
+    def publish(self, rows: IntArray, now: float) -> None:
+        """FILLING or COMMITTED → READY: whole, verified, its parent reachable; matchable from here on."""
+        host, columns = self.host_tier, self.catalog
+        for index in np.unique(columns.namespace[rows]):
+            namespace = self.namespaces.at(int(index))
+            own = rows[columns.namespace[rows] == index]
+            host.publish(
+                columns.host_slot[own],
+                columns.fingerprints[own],
+                namespace=namespace.index,
+                clear_count=namespace.clear_count,
+                lengths=columns.length[own],
+            )
+        columns.set_host(rows, ReplicaState.READY)
+        self.policy.inserted(rows, now)
+        self.on_ready(rows)
+
+    @property
+    def host_tier(self) -> HostTier:
+        """The host tier; callers have made sure that there is one."""
+        check(self.host is not None, "host tier is on")
+        assert self.host is not None
+        return self.host
+
+    # ------------------------------------------------------------------ leaving
+
+    def drop_unready(self, row: int, reason: str) -> None:
+        """A FILLING or COMMITTED host replica will never be READY: slot back, waiting children dropped too."""
+        columns = self.catalog
+        stack = [row]
+        while stack:
+            lost = stack.pop()
+            stack.extend(self.waiting.pop(lost, ()))
+            if columns.host_state[lost] in (FILLING, COMMITTED):
+                slot = int(columns.host_slot[lost])
+                columns.set_host(lost, ReplicaState.ABSENT)
+                if slot >= 0:
+                    self.host_tier.free([slot])
+                self.counters.add(f"dropped_blocks:{reason}")
+                columns.remove_if_bare(np.array([lost], np.int64))
+
+    def drop_host(self, rows: IntArray, reason: str, now: float) -> None:
+        """READY host replicas leave; the slots are re-usable at once (generation moves first)."""
+        if not len(rows):
+            return
+        columns = self.catalog
+        only_copy = int(np.count_nonzero(columns.nvme_state[rows] != READY))
+        if reason == "evicted" and self.nvme is not None:
+            self.counters.add("dropped_blocks:dropped_before_write", only_copy)
+        self.counters.add(f"dropped_blocks:{reason}", len(rows))
+        slots = columns.host_slot[rows].copy()
+        self.host_tier.retract(slots)
+        columns.set_host(rows, ReplicaState.ABSENT)
+        self.host_tier.free(slots)
+        self.policy.evicted(rows, Tier.HOST, now)
+        columns.remove_if_bare(rows)
+
+    def is_idle(self, rows: IntArray) -> BoolArray:
+        """Rows that no lease and no job holds."""
+        return (self.catalog.leases[rows] == 0) & (self.catalog.pins[rows] == 0)
+
+    def forget(self, rows: IntArray, reason: str, now: float) -> IntArray:
+        """Drop every replica of the idle ones among `rows`; return those that must be tried again later.
+
+        Host replicas go at once. NVMe replicas become DRAINING here and leave with their index record.
+        """
+        columns = self.catalog
+        busy = ~self.is_idle(rows) | (columns.nvme_state[rows] == FILLING)
+        busy |= (columns.host_state[rows] == FILLING) | (columns.host_state[rows] == COMMITTED)
+        free = rows[~busy]
+        on_nvme = free[columns.nvme_state[free] == READY]
+        if len(on_nvme):
+            columns.set_nvme(on_nvme, ReplicaState.DRAINING)
+            self.on_nvme_lost(on_nvme)
+        self.drop_host(free[columns.host_state[free] == READY], reason, now)
+        return rows[busy]
+
+    def condemn(self, rows: IntArray, reason: str) -> None:
+        """`rows` never match again, from now on; their replicas leave in slices as soon as nobody holds them."""
+        columns = self.catalog
+        rows = rows[columns.clear_count[rows] != CONDEMNED]
+        self.counters.add(f"dropped_blocks:{reason}", len(rows))
+        in_host = rows[columns.host_state[rows] == READY]
+        if len(in_host):
+            self.host_tier.retract(columns.host_slot[in_host])
+        columns.clear_count[rows] = CONDEMNED
+        self.start_reclaim()
+
+    def condemn_damaged(self, row: int, reason: str) -> None:
+        """A check on `row`'s bytes failed: it goes, with all that is reachable only through it."""
+        self.condemn(self.descent_of(row), reason)
+
+    def descent_of(self, row: int) -> IntArray:
+        """`row` and its descendants; just the row where blocks do not need their parents."""
+        if self.namespaces.at(int(self.catalog.namespace[row])).is_prefix_closed:
+            return self.catalog.subtree(row)
+        return np.array([row], np.int64)
+
+    def start_reclaim(self) -> None:
+        """Something stopped being current: look at every row once more."""
+        self._reclaim_from = 0
+        self._reclaim_again = False
+
+    def reclaim_slice(self, now: float) -> bool:
+        """Drop replicas of rows that are no longer current, a bounded piece a call; False when none is left."""
+        if self._reclaim_from is None:
+            return False
+        start, stop = self._reclaim_from, self._reclaim_from + RECLAIM_SCAN_ROWS
+        columns = self.catalog
+        rows = np.arange(start, min(stop, columns.rows_end), dtype=np.int64)
+        held = (columns.host_state[rows] != ABSENT) | (columns.nvme_state[rows] != ABSENT)
+        rows = rows[held]
+        rows = rows[~self.is_current(rows)]
+        if len(rows) > RECLAIM_ROWS_MAX:
+            rows, stop = rows[:RECLAIM_ROWS_MAX], int(rows[RECLAIM_ROWS_MAX])
+        if len(rows) and len(self.forget(rows, "cleared", now)):
+            self._reclaim_again = True
+        self._reclaim_from = stop
+        if stop >= columns.rows_end:
+            self._reclaim_from = 0 if self._reclaim_again else None
+            self._reclaim_again = False
+        return self._reclaim_from is not None
+
+    # ------------------------------------------------------------------ integrity
+
+    def check_slices(self) -> Iterator[None]:
+        """Verify the invariants, a bounded piece a step. Raises InvariantViolated."""
+        if self.host is not None:
+            self.host.check_integrity()
+            yield
+        if self.nvme is not None:
+            self.nvme.check_integrity()
+            yield
+        yield from self.catalog.check_integrity()
+        yield from self.leases.check_integrity(self.catalog)
+
+    def check_integrity(self) -> None:
+        """All of it at once; tests call this at their end."""
+        for _ in self.check_slices():
+            pass

@@ -1,0 +1,403 @@
+"""Write-behind: admitted host blocks get an NVMe copy with idle bandwidth, ancestors first.
+
+Primitives of `WriteBehind`:
+  `enqueue`   READY host rows that may be worth a copy (bounded; past the bound they are skipped and counted)
+  `run`       the task: batches of frames → fdatasync → index record; only then is a replica READY
+  `flush`     moves the asked rows to the front and tells which are durable by the deadline
+  `lost`      NVMe replicas that must go: record deleted and committed first, then the slot is free
+  `make_room` the least valuable idle leaves leave NVMe
+
+Durable means: frame written, fdatasync, LMDB transaction committed with sync on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+import numpy as np
+
+from kvstore.catalog import ABSENT_ROW
+from kvstore.errors import DataError, TierError, TierFull
+from kvstore.logs import get_logger
+from kvstore.namespaces import Namespace
+from kvstore.policy import VictimPicker
+from kvstore.segment import FrameFields
+from kvstore.store import ABSENT, COMMITTED, DRAINING, FILLING, READY, Store
+from kvstore.tier.nvme import NvmeTier
+from kvstore.types import BoolArray, IntArray, ReplicaState, Tier
+
+BATCH_BYTES = 32 << 20
+BATCH_BLOCKS_MAX = 256
+"""A batch shares one fdatasync a segment and one index transaction (which takes 256 records)."""
+YIELD_TO_LOADS_SECONDS = 0.05
+"""Longest wait for running loads before a batch goes out all the same."""
+FLUSH_POLL_SECONDS = 0.25
+HOUR_SECONDS = 3600.0
+EVICT_BATCH_MIN = 16
+
+
+class WriteBudget:
+    """Token bucket over bytes: at most `bytes_per_hour` (0: unlimited), with a burst of one minute's worth."""
+
+    def __init__(self, bytes_per_hour: int, now: float) -> None:
+        self._rate = bytes_per_hour / HOUR_SECONDS
+        self._burst = bytes_per_hour / 60
+        self._tokens = self._burst
+        self._last = now
+
+    def take(self, count: int, now: float) -> bool:
+        """Whether `count` bytes may be written now; charges them when so."""
+        if not self._rate:
+            return True
+        self._tokens = min(self._burst, self._tokens + (now - self._last) * self._rate)
+        self._last = now
+        if count > self._tokens:
+            return False
+        self._tokens -= count
+        return True
+
+
+class WriteBehind:
+    """The NVMe tier's only writer. All methods run on the loop; frames are written by worker threads."""
+
+    def __init__(
+        self,
+        store: Store,
+        nvme: NvmeTier,
+        picker: VictimPicker,
+        workers: Executor,
+        clock: Callable[[], float],
+        is_loading: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._nvme = nvme
+        self._picker = picker
+        self._workers = workers
+        self._now = clock
+        self._is_loading = is_loading
+        self._queue: deque[int] = deque()
+        self._queued: set[int] = set()
+        self._flushes = 0
+        self._work = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._inflight = 0
+        self._is_draining = False
+        self._deleting: set[asyncio.Task[None]] = set()
+        self._budget = WriteBudget(store.config.nvme.write_bytes_per_hour_max, clock())
+        self._log = get_logger("writebehind")
+        store.on_ready = self.enqueue
+        store.on_nvme_lost = self.lost
+
+    @property
+    def queued_blocks(self) -> int:
+        return len(self._queue) + self._inflight
+
+    # ------------------------------------------------------------------ what to write
+
+    def enqueue(self, rows: IntArray) -> None:
+        """Rows that became READY in host; those with a copy, or not worth one, are left out."""
+        store = self._store
+        rows = rows[store.catalog.nvme_state[rows] == ABSENT]
+        if not len(rows):
+            return
+        admitted = store.policy.admit(rows, Tier.NVME, self._now())
+        self._skip("policy", int(np.count_nonzero(~admitted)))
+        for row in rows[admitted].tolist():
+            if row in self._queued:
+                continue
+            if len(self._queue) >= store.config.nvme.queue_blocks_max:
+                self._skip("queue_full")
+                continue
+            self._queue.append(row)
+            self._queued.add(row)
+        self._work.set()
+
+    def _skip(self, reason: str, count: int = 1) -> None:
+        self._store.counters.add(f"write_skipped_blocks:{reason}", count)
+
+    def _ancestry(self, row: int) -> list[int] | None:
+        """`row` with its ancestors that lack an NVMe copy, root first; None when one of them is lost."""
+        columns = self._store.catalog
+        if not self._store.namespaces.at(int(columns.namespace[row])).is_prefix_closed:
+            return [row]
+        path: list[int] = []
+        while row >= 0 and columns.nvme_state[row] != READY:
+            if columns.nvme_state[row] == DRAINING:
+                return None
+            if columns.nvme_state[row] != FILLING:
+                if columns.host_state[row] != READY:
+                    return None
+                path.append(row)
+            row = int(columns.parent[row])
+        return path[::-1]
+
+    def _next_batch(self) -> list[int]:
+        """Rows to write now: each after its ancestors, within the batch's bounds and the write budget."""
+        store, columns, now = self._store, self._store.catalog, self._now()
+        batch: list[int] = []
+        chosen: set[int] = set()
+        size = 0
+        while self._queue and len(batch) < BATCH_BLOCKS_MAX and size < BATCH_BYTES:
+            row = self._queue.popleft()
+            self._queued.discard(row)
+            if columns.host_state[row] != READY or columns.nvme_state[row] != ABSENT:
+                if columns.nvme_state[row] == ABSENT:
+                    self._skip("gone")
+                continue
+            path = self._ancestry(row)
+            if path is None:
+                self._skip("no_parent")
+                continue
+            for item in path:
+                length = int(columns.length[item])
+                if item in chosen:
+                    continue
+                if not store.is_current(np.array([item]))[0]:
+                    break
+                if not self._budget.take(length, now):
+                    self._skip("write_budget")
+                    break
+                chosen.add(item)
+                batch.append(item)
+                size += length
+        return batch
+
+    # ------------------------------------------------------------------ the task
+
+    async def run(self) -> None:
+        """Write until `drain` emptied the queue; cancelled by the daemon at the latest after its drain time."""
+        while True:
+            if not self._queue:
+                self._tell()
+                if self._is_draining:
+                    return
+                self._work.clear()
+                await self._work.wait()
+                continue
+            if not self._flushes and not self._is_draining:
+                await self._yield_to_loads()
+            batch = self._next_batch()
+            if batch:
+                self._inflight = len(batch)
+                try:
+                    await self._write(batch)
+                finally:
+                    self._inflight = 0
+            self._tell()
+
+    async def _yield_to_loads(self) -> None:
+        waited = 0.0
+        while self._is_loading() and waited < YIELD_TO_LOADS_SECONDS:
+            await asyncio.sleep(0.005)
+            waited += 0.005
+
+    def _tell(self) -> None:
+        """Wake everyone who waits for progress."""
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    async def _write(self, batch: list[int]) -> None:
+        """One batch: slots, frames on worker threads, fdatasync, index record, READY in chain order."""
+        store, columns = self._store, self._store.catalog
+        rows = np.array(batch, np.int64)
+        columns.pins[rows] += 1
+        try:
+            slots = await self._slots(rows)
+            if len(slots) < len(rows):
+                self._skip("no_room", len(rows) - len(slots))
+                columns.pins[rows[len(slots) :]] -= 1
+                rows = rows[: len(slots)]
+            if not len(rows):
+                return
+            written = await self._write_frames(rows, slots)
+            await self._record(rows, slots, written)
+        finally:
+            columns.pins[rows] -= 1
+        done = rows[columns.nvme_state[rows] == READY]
+        stale = done[~store.is_current(done)]
+        if len(stale):
+            store.forget(stale, "cleared", self._now())
+
+    async def _slots(self, rows: IntArray) -> IntArray:
+        """NVMe slots for `rows` in order, evicting for them; fewer when there is no room."""
+        columns = self._store.catalog
+        slots: list[int] = []
+        for row in rows.tolist():
+            size = self._slot_bytes(int(columns.length[row]))
+            got = self._nvme.take(size, 1)
+            if not got:
+                await self.make_room(size, min(len(rows) - len(slots), BATCH_BLOCKS_MAX))
+                got = self._nvme.take(size, 1)
+            if not got:
+                break
+            slots += got
+        return np.array(slots, np.int64)
+
+    def _slot_bytes(self, length: int) -> int:
+        return self._nvme.slot_bytes_for(length)
+
+    async def _write_frames(self, rows: IntArray, slots: IntArray) -> BoolArray:
+        store, columns = self._store, self._store.catalog
+        generations = self._nvme.next_generations(len(rows))
+        columns.set_nvme(rows, ReplicaState.FILLING, slots, generations)
+        loop = asyncio.get_running_loop()
+        jobs = []
+        for index, row in enumerate(rows.tolist()):
+            namespace = store.namespaces.at(int(columns.namespace[row]))
+            frame = self._frame(row, namespace, int(generations[index]))
+            view = store.host_tier.view(int(columns.host_slot[row]), namespace.layout.block_bytes)
+            jobs.append(
+                loop.run_in_executor(
+                    self._workers,
+                    self._nvme.write,
+                    int(slots[index]),
+                    frame,
+                    namespace.layout.parts,
+                    view,
+                )
+            )
+        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
+        written = np.array([outcome is None for outcome in outcomes], np.bool_)
+        for row, outcome in zip(rows.tolist(), outcomes, strict=True):
+            if isinstance(outcome, DataError):
+                store.condemn_damaged(row, "checksum")
+            elif outcome is not None and not isinstance(outcome, TierError):
+                raise outcome
+        failed = [outcome for outcome in outcomes if outcome is not None]
+        if failed:
+            self._skip("io", len(failed))
+            self._log.warning("writing to NVMe failed", blocks=len(failed), error=str(failed[0]))
+        if written.any():
+            await loop.run_in_executor(self._workers, self._nvme.sync, slots[written])
+        return written
+
+    def _frame(self, row: int, namespace: Namespace, generation: int) -> FrameFields:
+        columns = self._store.catalog
+        parent = int(columns.parent[row])
+        return FrameFields(
+            generation=generation,
+            namespace=namespace.id,
+            fingerprint=columns.fingerprints[row].tobytes(),
+            parent=columns.fingerprints[parent].tobytes() if parent >= 0 else namespace.id,
+            namespace_index=namespace.index,
+            clear_count=int(columns.clear_count[row]),
+            depth=int(columns.depth[row]),
+            length=int(columns.length[row]),
+            checksums=columns.checksums[row].copy(),
+            uses=int(columns.uses[row]),
+        )
+
+    async def _record(self, rows: IntArray, slots: IntArray, written: BoolArray) -> None:
+        """Commit index records of the written frames whose parent made it; the others give their slot back."""
+        store, columns = self._store, self._store.catalog
+        failed = set(rows[~written].tolist())
+        keep: list[int] = []
+        for index, row in enumerate(rows.tolist()):
+            parent = int(columns.parent[row])
+            if row not in failed and parent in failed and self._needs_parent(row):
+                failed.add(row)
+                self._skip("no_parent")
+            if row not in failed:
+                keep.append(index)
+        try:
+            if keep:
+                frames = [
+                    self._frame(
+                        int(rows[index]),
+                        store.namespaces.at(int(columns.namespace[rows[index]])),
+                        int(columns.nvme_generation[rows[index]]),
+                    )
+                    for index in keep
+                ]
+                await asyncio.wrap_future(self._nvme.record(frames, slots[keep]))
+        except TierFull as error:
+            self._skip("io", len(keep))
+            self._log.warning("the NVMe index is full", error=str(error))
+            keep = []
+        good = np.zeros(len(rows), np.bool_)
+        good[keep] = True
+        columns.set_nvme(rows[~good], ReplicaState.ABSENT)
+        self._nvme.free(slots[~good])
+        columns.set_nvme(rows[good], ReplicaState.READY)
+        self._nvme.publish(slots[good])
+        store.counters.add("blocks_written_behind", int(good.sum()))
+        store.counters.add("bytes_written_behind", int(columns.length[rows[good]].sum()))
+
+    def _needs_parent(self, row: int) -> bool:
+        columns = self._store.catalog
+        return self._store.namespaces.at(int(columns.namespace[row])).is_prefix_closed
+
+    # ------------------------------------------------------------------ leaving NVMe
+
+    def lost(self, rows: IntArray) -> None:
+        """Rows whose NVMe replica is DRAINING: delete their records, then free their slots."""
+        task = asyncio.get_running_loop().create_task(self._delete(rows))
+        self._deleting.add(task)
+        task.add_done_callback(self._deleting.discard)
+
+    async def _delete(self, rows: IntArray) -> None:
+        columns = self._store.catalog
+        names = [columns.fingerprints[row].tobytes() for row in rows]
+        generations = columns.nvme_generation[rows].tolist()
+        await asyncio.wrap_future(
+            self._nvme.forget(list(zip(names, generations, strict=True)))
+        )
+        while (columns.pins[rows] > 0).any():
+            await asyncio.sleep(0.01)
+        slots = columns.nvme_slot[rows].copy()
+        columns.set_nvme(rows, ReplicaState.ABSENT)
+        self._nvme.free(slots)
+        columns.remove_if_bare(rows)
+        self._tell()
+
+    async def make_room(self, slot_bytes: int, count: int) -> int:
+        """Evict idle leaves of one size from NVMe; their slots are free when this returns."""
+        held = self._nvme.slots_of_class(slot_bytes)
+        if not len(held):
+            return 0
+        now = self._now()
+        victims = self._picker.pick(held, Tier.NVME, max(count, EVICT_BATCH_MIN), now)
+        if len(victims):
+            self._store.counters.add("dropped_blocks:evicted", len(victims))
+            self._store.catalog.set_nvme(victims, ReplicaState.DRAINING)
+            self._store.policy.evicted(victims, Tier.NVME, now)
+            await self._delete(victims)
+        return len(victims)
+
+    # ------------------------------------------------------------------ flush and drain
+
+    async def flush(self, names: bytes, deadline: float) -> BoolArray:
+        """Write the asked blocks first; True where a block is durable by `deadline` (monotonic seconds)."""
+        store, columns = self._store, self._store.catalog
+        asked = columns.rows(names)
+        for row in reversed(asked[asked != ABSENT_ROW].tolist()):
+            if columns.nvme_state[row] == ABSENT and columns.host_state[row] == READY:
+                self._queue.appendleft(row)
+                self._queued.add(row)
+        self._flushes += 1
+        self._work.set()
+        try:
+            while True:
+                rows = columns.rows(names)
+                known = rows[rows != ABSENT_ROW]
+                coming = (columns.host_state[known] == COMMITTED) | (
+                    columns.nvme_state[known] == FILLING
+                )
+                coming |= np.isin(known, list(self._queued))
+                left = deadline - self._now()
+                if not coming.any() or left <= 0:
+                    return store.is_current(rows) & (columns.nvme_state[rows] == READY)
+                progress = self._progress
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(progress.wait(), min(left, FLUSH_POLL_SECONDS))
+        finally:
+            self._flushes -= 1
+
+    def drain(self) -> None:
+        """Finish what is queued, then let `run` return."""
+        self._is_draining = True
+        self._work.set()

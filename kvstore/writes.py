@@ -1,0 +1,429 @@
+"""Writes: slots granted, filled by engines, checksummed, published.
+
+Primitives of `WritePath`:
+  `reserve`            named slots: a FILLING fingerprint counts as present to other reservers
+  `reserve_anonymous`  slots without names yet; named at `commit`
+  `commit`             verifies the whole request before it changes anything, then checksums on worker threads
+  `abort`, `expire`, `client_gone`   slots come back, or go into quarantine while a late writer may still copy
+
+A committed block is matchable only when its bytes are whole, its checksum is known and its parent is READY.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from kvstore.catalog import ABSENT_ROW
+from kvstore.errors import InvalidRequest, Overloaded
+from kvstore.lease import Reservation
+from kvstore.namespaces import Namespace
+from kvstore.room import Room
+from kvstore.store import COMMITTED, FILLING, Store
+from kvstore.types import (
+    FINGERPRINT_BYTES,
+    PARTS_MAX,
+    BlockStatus,
+    ByteArray,
+    ClientId,
+    IntArray,
+    ReplicaState,
+    ReservationId,
+    UIntArray,
+)
+
+CHECKSUM_BATCH_BYTES = 32 << 20
+"""Bytes one worker task hashes; keeps a large commit from occupying a worker for long."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Answer to a reservation: a status a block, and the slot where one was granted (else -1)."""
+
+    reservation: ReservationId | None
+    statuses: ByteArray
+    slots: IntArray
+
+
+class WritePath:
+    """Everything that makes blocks READY in the host tier on behalf of engines."""
+
+    def __init__(
+        self,
+        store: Store,
+        room: Room,
+        workers: Executor,
+        clock: Callable[[], float],
+        engine_clients: Callable[[str], set[ClientId]],
+    ) -> None:
+        self._store = store
+        self._room = room
+        self._workers = workers
+        self._now = clock
+        self._engine_clients = engine_clients
+
+    # ------------------------------------------------------------------ reserve
+
+    def reserve(
+        self, client: ClientId, engine: str, namespace: Namespace, parent: bytes, names: bytes
+    ) -> Grant:
+        """Slots for the blocks of `names` (consecutive, after `parent`) that nobody holds or fills yet.
+
+        What fits now: after the first block without room all later ones are NO_ROOM.
+        """
+        store, columns, now = self._store, self._store.catalog, self._now()
+        self._admit_writer(client)
+        rows = columns.rows(names)
+        statuses = np.full(len(rows), BlockStatus.NO_ROOM, np.uint8)
+        slots = np.full(len(rows), -1, np.int64)
+        parent_row = self._parent_row(namespace, parent)
+        if parent_row is None:
+            statuses[:] = BlockStatus.NO_PARENT
+            return self._counted(Grant(None, statuses, slots))
+        held = store.is_held(rows)
+        statuses[held] = BlockStatus.PRESENT
+        stale = rows[~held & (rows != ABSENT_ROW)]
+        if len(stale):
+            store.forget(stale, "cleared", now)
+            rows = columns.rows(names)
+            statuses[~held & (rows != ABSENT_ROW)] = BlockStatus.REFUSED
+        wanted = np.flatnonzero(rows == ABSENT_ROW)
+        if namespace.is_prefix_closed and (statuses == BlockStatus.REFUSED).any():
+            wanted = wanted[wanted < int(np.argmax(statuses == BlockStatus.REFUSED))]
+        if not len(wanted):
+            return self._counted(Grant(None, statuses, slots))
+        if parent_row >= 0:
+            columns.pins[parent_row] += 1
+        granted = self._room.host_slots(namespace.slot_bytes, len(wanted), now)
+        if parent_row >= 0:
+            columns.pins[parent_row] -= 1
+        wanted = wanted[: len(granted)]
+        if not len(wanted):
+            return self._counted(Grant(None, statuses, slots))
+        slots[wanted] = granted
+        statuses[wanted] = BlockStatus.GRANTED
+        new_rows = self._add_rows(namespace, parent_row, names, rows, wanted, slots[wanted])
+        reservation = store.reservations.grant(
+            client,
+            engine,
+            namespace.index,
+            slots[wanted],
+            new_rows,
+            now + store.config.lease.write_seconds,
+        )
+        return self._counted(Grant(reservation.id, statuses, slots))
+
+    def reserve_anonymous(
+        self, client: ClientId, engine: str, namespace: Namespace, count: int
+    ) -> Grant:
+        """Up to `count` slots whose blocks are named at commit; bounded by host.write_pool_bytes_per_client_max."""
+        store, now = self._store, self._now()
+        self._admit_writer(client)
+        most = max(
+            1, store.config.host.write_pool_bytes_per_client_max // namespace.slot_bytes
+        ) - store.reservations.anonymous_slots(client)
+        slots = self._room.host_slots(namespace.slot_bytes, min(count, max(0, most)), now)
+        if not slots:
+            return Grant(None, np.full(count, BlockStatus.NO_ROOM, np.uint8), np.full(count, -1))
+        found = np.array(slots, np.int64)
+        reservation = store.reservations.grant(
+            client,
+            engine,
+            namespace.index,
+            found,
+            np.full(len(slots), ABSENT_ROW, np.int64),
+            now + store.config.lease.write_seconds,
+        )
+        return Grant(reservation.id, np.zeros(len(slots), np.uint8), found)
+
+    def _admit_writer(self, client: ClientId) -> None:
+        if self._store.host is None:
+            raise InvalidRequest("this daemon has no host tier; set host.bytes to store blocks")
+        if self._store.reservations.is_over_quarantine(client):
+            raise Overloaded(
+                "this client's expired reservations hold "
+                "lease.quarantine_bytes_per_client_max bytes; commit or abort them first"
+            )
+
+    def _parent_row(self, namespace: Namespace, parent: bytes) -> int | None:
+        """Row of `parent`, -1 at the root or where parents do not matter, None when it is nowhere."""
+        if not namespace.is_prefix_closed or parent == namespace.id:
+            return -1
+        if len(parent) != FINGERPRINT_BYTES:
+            raise InvalidRequest(
+                f"parent has {len(parent)} bytes, must be {FINGERPRINT_BYTES} (the namespace at the root)"
+            )
+        row = self._store.catalog.rows(parent)
+        return int(row[0]) if self._store.is_held(row)[0] else None
+
+    def _add_rows(
+        self,
+        namespace: Namespace,
+        parent_row: int,
+        names: bytes,
+        rows: IntArray,
+        wanted: IntArray,
+        slots: IntArray,
+    ) -> IntArray:
+        """Catalog rows for the `wanted` positions of a chain, linked to the block before each."""
+        columns = self._store.catalog
+        base_depth = int(columns.depth[parent_row]) + 1 if parent_row >= 0 else 0
+        all_rows = rows.copy()
+        for position in wanted:
+            before = int(all_rows[position - 1]) if position else parent_row
+            start = int(position) * FINGERPRINT_BYTES
+            all_rows[position] = columns.add(
+                names[start : start + FINGERPRINT_BYTES],
+                parent=before if namespace.is_prefix_closed else -1,
+                namespace=namespace.index,
+                clear_count=namespace.clear_count,
+                depth=base_depth + int(position),
+                length=namespace.layout.block_bytes,
+            )
+        new_rows = all_rows[wanted]
+        columns.set_host(new_rows, ReplicaState.FILLING, slots)
+        return new_rows
+
+    def _counted(self, grant: Grant) -> Grant:
+        counters = self._store.counters
+        for status, outcome in (
+            (BlockStatus.PRESENT, "present"),
+            (BlockStatus.NO_ROOM, "no_room"),
+            (BlockStatus.NO_PARENT, "no_parent"),
+            (BlockStatus.REFUSED, "refused"),
+        ):
+            counters.add(
+                f"store_blocks:{outcome}", int(np.count_nonzero(grant.statuses == status))
+            )
+        return grant
+
+    # ------------------------------------------------------------------ commit
+
+    async def commit(
+        self,
+        client: ClientId,
+        engine: str,
+        reservation: ReservationId,
+        parent: bytes,
+        names: bytes,
+        slots: IntArray,
+        ranks: range,
+        end: bool,
+    ) -> ByteArray:
+        """Publish the blocks of `names`, each in its slot; return a BlockStatus a block.
+
+        Raises ReservationUnknown (expired, foreign, ended), InvalidRequest; then nothing was changed.
+        GRANTED in the answer: other ranks have yet to report. WAITING: whole, READY with its parent.
+        """
+        store = self._store
+        found = store.reservations.find(client, engine, reservation)
+        namespace = store.namespaces.at(found.namespace)
+        if found.is_anonymous:
+            if ranks != range(namespace.layout.ranks):
+                raise InvalidRequest(
+                    "an anonymous reservation is committed whole: set all_ranks, or reserve by name"
+                )
+            rows = self._name_rows(found, namespace, parent, names, slots)
+        else:
+            rows = self._reserved_rows(found, names, slots)
+        statuses = np.full(len(rows), BlockStatus.GRANTED, np.uint8)
+        statuses[rows == ABSENT_ROW] = BlockStatus.PRESENT
+        statuses[rows == NO_PARENT_ROW] = BlockStatus.NO_PARENT
+        mine = np.flatnonzero(rows >= 0)
+        whole = [
+            int(index)
+            for index in mine
+            if found.fill(int(slots[index]), ranks, namespace.layout.ranks)
+        ]
+        if whole:
+            done = rows[whole]
+            found.give_up(slots[whole])
+            store.catalog.set_host(done, ReplicaState.COMMITTED)
+            store.catalog.pins[done] += 1
+        if end or not found.slots_left:
+            self._end(found, client)
+        if whole:
+            await self._finish(namespace, done)
+            statuses[whole] = self._outcomes(done, names, whole)
+        for status, outcome in (
+            (BlockStatus.STORED, "stored"),
+            (BlockStatus.WAITING, "stored"),
+            (BlockStatus.PRESENT, "present"),
+            (BlockStatus.NO_PARENT, "no_parent"),
+            (BlockStatus.DROPPED, "dropped"),
+        ):
+            store.counters.add(
+                f"store_blocks:{outcome}", int(np.count_nonzero(statuses == status))
+            )
+        return statuses
+
+    def _reserved_rows(self, found: Reservation, names: bytes, slots: IntArray) -> IntArray:
+        """Rows named by a commit; every one must be this reservation's, in its slot, not committed before."""
+        rows = self._store.catalog.rows(names)
+        for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+            if found.row_of(int(slot)) != row or row == ABSENT_ROW:
+                raise InvalidRequest(
+                    f"commit: block {index} was not granted this slot by reservation {found.id}, "
+                    "or was committed before"
+                )
+        return rows
+
+    def _name_rows(
+        self,
+        found: Reservation,
+        namespace: Namespace,
+        parent: bytes,
+        names: bytes,
+        slots: IntArray,
+    ) -> IntArray:
+        """Bind names to the slots of an anonymous reservation; ABSENT_ROW where the block is held already.
+
+        Slots of blocks that need not or cannot be stored are freed.
+        """
+        store, columns = self._store, self._store.catalog
+        if len(set(slots.tolist())) != len(slots) or not all(
+            found.holds(int(slot)) for slot in slots
+        ):
+            raise InvalidRequest(
+                f"commit: a slot is named twice or is not held by reservation {found.id}"
+            )
+        rows = columns.rows(names)
+        parent_row = self._parent_row(namespace, parent)
+        held = store.is_held(rows)
+        stale = rows[~held & (rows != ABSENT_ROW)]
+        if len(stale):
+            store.forget(stale, "cleared", self._now())
+            rows = columns.rows(names)
+        wanted = np.flatnonzero(rows == ABSENT_ROW)
+        if parent_row is None:
+            wanted = wanted[:0]
+        elif namespace.is_prefix_closed and (~held & (rows != ABSENT_ROW)).any():
+            wanted = wanted[wanted < int(np.argmax(~held & (rows != ABSENT_ROW)))]
+        result = np.where(held, ABSENT_ROW, NO_PARENT_ROW)
+        if len(wanted):
+            new_rows = self._add_rows(
+                namespace, -1 if parent_row is None else parent_row, names, rows, wanted, slots[wanted]
+            )
+            result[wanted] = new_rows
+            found.name(slots[wanted], new_rows)
+        unused = slots[result < 0]
+        found.give_up(unused)
+        store.host_tier.free(unused)
+        return result
+
+    async def _finish(self, namespace: Namespace, rows: IntArray) -> None:
+        """Checksums on worker threads, then visibility; the pins taken by the caller end here."""
+        store, columns = self._store, self._store.catalog
+        views = [
+            store.host_tier.view(int(slot), namespace.layout.block_bytes)
+            for slot in columns.host_slot[rows]
+        ]
+        per_task = max(1, CHECKSUM_BATCH_BYTES // namespace.slot_bytes)
+        loop = asyncio.get_running_loop()
+        tasks = [
+            loop.run_in_executor(
+                self._workers, checksums_of, namespace, views[start : start + per_task]
+            )
+            for start in range(0, len(views), per_task)
+        ]
+        try:
+            columns.checksums[rows] = np.concatenate(await asyncio.gather(*tasks))
+        finally:
+            columns.pins[rows] -= 1
+        store.make_ready(rows, self._now())
+
+    def _outcomes(self, rows: IntArray, names: bytes, positions: Sequence[int]) -> ByteArray:
+        """STORED, WAITING or DROPPED of rows that were just finished (a dropped row's number may be reused)."""
+        columns = self._store.catalog
+        joined = b"".join(
+            names[at * FINGERPRINT_BYTES : (at + 1) * FINGERPRINT_BYTES] for at in positions
+        )
+        still = columns.rows(joined)
+        ready = self._store.is_readable(still)
+        waiting = (still != ABSENT_ROW) & (columns.host_state[still] == COMMITTED)
+        result = np.where(
+            ready, BlockStatus.STORED, np.where(waiting, BlockStatus.WAITING, BlockStatus.DROPPED)
+        )
+        return result.astype(np.uint8)
+
+    # ------------------------------------------------------------------ ends
+
+    def abort(self, client: ClientId, engine: str, reservation: ReservationId) -> int:
+        """End a reservation; also this client's word that its last copy into it has ended. Slots freed now."""
+        store = self._store
+        freed = store.reservations.acknowledge(client, reservation)
+        if freed is not None:
+            store.counters.add("late_commits")
+            store.host_tier.free(freed)
+            return len(freed)
+        found = store.reservations.find(client, engine, reservation)
+        return self._end(found, client)
+
+    def expire(self, now: float) -> None:
+        """Reservations past their deadline: names are dropped, slots quarantined until their writers are done."""
+        for found in self._store.reservations.expire(now):
+            self._store.counters.add("expired_reservations")
+            self._quarantine(found, self._engine_clients(found.engine) | {found.client})
+
+    def client_lost(self, client: ClientId) -> None:
+        """A client's Attach stream ended: its reservations end; slots wait until its process is known to be gone."""
+        for found in self._store.reservations.of_client(client):
+            self._quarantine(found, self._engine_clients(found.engine) | {client})
+
+    def client_gone(self, client: ClientId) -> None:
+        """The client's process is proved gone: what was quarantined for it alone is free."""
+        freed = self._store.reservations.client_gone(client)
+        if len(freed):
+            self._store.host_tier.free(freed)
+
+    def _end(self, found: Reservation, client: ClientId) -> int:
+        """The owner is done: unfilled slots are free, unless another rank's process may still copy."""
+        others = self._engine_clients(found.engine) - {client}
+        layout = self._store.namespaces.at(found.namespace).layout
+        if found.slots_left and layout.ranks > 1 and others and not found.is_anonymous:
+            self._quarantine(found, others)
+            return 0
+        slots = self._drop_names(found)
+        self._store.reservations.end(found)
+        self._store.host_tier.free(slots)
+        return len(slots)
+
+    def _quarantine(self, found: Reservation, writers: set[ClientId]) -> None:
+        slots = self._drop_names(found)
+        self._store.host_tier.quarantine(slots)
+        self._store.reservations.hold(found, slots, writers)
+
+    def _drop_names(self, found: Reservation) -> IntArray:
+        """Forget the FILLING rows of a reservation but keep its slots; committed children are dropped."""
+        store, columns = self._store, self._store.catalog
+        slots = found.slots
+        for slot in slots:
+            row = found.row_of(int(slot))
+            if row >= 0 and columns.host_state[row] == FILLING:
+                columns.set_host(row, ReplicaState.ABSENT)
+                for child in store.waiting.pop(row, ()):
+                    store.drop_unready(child, "parent_lost")
+                store.counters.add("store_blocks:dropped")
+                columns.remove_if_bare(np.array([row], np.int64))
+        return slots
+
+
+NO_PARENT_ROW = -2
+"""In a commit's rows: the block cannot be stored because its parent is nowhere."""
+
+
+def checksums_of(namespace: Namespace, views: Sequence[ByteArray]) -> UIntArray:
+    """xxh3 of every part of every block: uint64 [n, PARTS_MAX]. Runs on a worker thread, drops the GIL."""
+    parts = namespace.layout.parts
+    sums = np.zeros((len(views), PARTS_MAX), np.uint64)
+    for index, view in enumerate(views):
+        for part in parts:
+            sums[index, part.index] = xxhash.xxh3_64_intdigest(
+                view[part.offset : part.offset + part.length]
+            )
+    return sums
