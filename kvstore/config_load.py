@@ -1,6 +1,7 @@
 """Where configuration comes from: defaults, a TOML file, the environment, flags.
 
-Primitives: `load`, `validate`. What exists and is allowed is declared in `config`.
+Primitives: `load`, `load_with_sources`, `validate`. What exists and what is allowed is declared in
+`config`.
 """
 
 from __future__ import annotations
@@ -19,17 +20,24 @@ from kvstore.settings import ENVIRONMENT_PREFIX, Setting, settings, shown
 from kvstore.units import parse_bytes, parse_seconds
 
 
-def load(
+def load(path: Path | None, env: Mapping[str, str], overrides: Mapping[str, str]) -> Config:
+    """The effective configuration: defaults < TOML file < KVSTORE_SECTION__KEY < overrides.
+
+    `overrides` maps "section.key" to text, as flags bring it. Raises ConfigError naming source,
+    key, value and the way out.
+    """
+    return load_with_sources(path, env, overrides)[0]
+
+
+def load_with_sources(
     path: Path | None,
     env: Mapping[str, str],
     overrides: Mapping[str, str],
-    *,
     flags: Mapping[str, str] | None = None,
-) -> Config:
-    """The effective configuration: defaults < TOML file < KVSTORE_SECTION__KEY < overrides.
+) -> tuple[Config, dict[str, str]]:
+    """Like `load`; tells also where each key that is not a default came from.
 
-    `overrides` maps "section.key" to text; `flags` tells, for messages, which flag a key came from
-    (default "--set"). Raises ConfigError naming source, key, value and the way out.
+    `flags` names the flag that brought an override, where it was not "--set".
     """
     values: dict[str, dict[str, Any]] = {}
     sources: dict[str, str] = {}
@@ -47,7 +55,7 @@ def load(
             config, daemon=msgspec.structs.replace(config.daemon, socket=socket)
         )
     validate(config, sources)
-    return config
+    return config, sources
 
 
 def validate(config: Config, sources: Mapping[str, str] | None = None) -> None:

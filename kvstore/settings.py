@@ -1,11 +1,14 @@
 """The declared settings as data: what exists, what it means, which values it takes.
 
-Primitives: `settings()`, `Setting`, `shown`. Reads the declarations in `config`; adds none.
+Primitives: `settings()`, `Setting`, `shown`, and `as_toml`, which writes them as a file that
+`config_load` reads back. Reads the declarations in `config`; adds none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
@@ -83,3 +86,47 @@ def shown(setting: Setting, value: Any) -> str:
     """A setting's value as people write it."""
     is_size = setting.unit == "bytes" and isinstance(value, int)
     return format_bytes(value) if is_size else str(value)
+
+
+def section_help(section: str) -> str:
+    """What a section is about, in one line."""
+    return (get_type_hints(Config)[section].__doc__ or "").strip()
+
+
+def as_toml(config: Config | None = None, sources: Mapping[str, str] | None = None) -> str:
+    """A commented TOML file with the values of `config`, or the declared defaults without one.
+
+    `sources` tells where a value came from if not from the defaults.
+    """
+    return "\n".join(_toml_lines(config, sources or {})) + "\n"
+
+
+def _toml_lines(config: Config | None, sources: Mapping[str, str]) -> Iterator[str]:
+    section = ""
+    for setting in settings().values():
+        if setting.section != section:
+            if section:
+                yield ""
+            section = setting.section
+            yield f"# {section_help(section)}"
+            yield f"[{section}]"
+        value = setting.default
+        if config is not None:
+            value = getattr(getattr(config, section), setting.name)
+        yield from textwrap.wrap(
+            setting.description,
+            96,
+            initial_indent="# ",
+            subsequent_indent="# ",
+            break_on_hyphens=False,
+        )
+        source = f"  # from {sources[setting.key]}" if setting.key in sources else ""
+        yield f"{setting.name} = {_toml_value(setting, value)}{source}"
+
+
+def _toml_value(setting: Setting, value: Any) -> str:
+    if setting.unit == "bytes":
+        return json.dumps(format_bytes(value)) if value else "0"
+    if setting.unit == "seconds":
+        return json.dumps(format_seconds(value))
+    return json.dumps(value, ensure_ascii=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _BINARY = {"TiB": 1 << 40, "GiB": GIB, "MiB": MIB, "KiB": KIB}
@@ -25,7 +26,7 @@ def parse_bytes(value: object) -> int:
     factor = _UNITS.get(match[2].lower() or "b") if match else None
     if match is None or factor is None:
         raise ValueError('write a size with its unit, for example "64 MiB" (1024-based) or "10 GB"')
-    exact = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
+    exact = Decimal(match[1]) * factor
     if exact != int(exact):
         raise ValueError("is not a whole number of bytes")
     return int(exact)
@@ -54,4 +55,7 @@ def parse_seconds(value: object) -> float:
 def format_seconds(value: float) -> str:
     """Text that `parse_seconds` reads back: "10s", "250ms"."""
     milliseconds = round(value * 1e3)
-    return f"{milliseconds}ms" if value < 1 and milliseconds * 1e-3 == value else f"{value:g}s"
+    if value < 1 and milliseconds * 1e-3 == value:
+        return f"{milliseconds}ms"
+    plain = f"{Decimal(repr(value)):f}"
+    return f"{plain.removesuffix('.0')}s"

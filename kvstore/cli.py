@@ -1,0 +1,345 @@
+"""The command line: `kvstore serve | stat | verify | clear | config`.
+
+Exit codes: 0 done, 1 `verify` found something, 2 refused (one line on standard error says what,
+where and the way out), 3 the daemon is away. Heavy imports (grpc, rich, the daemon) sit inside the
+commands that need them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from cyclopts import App, CycloptsError, Parameter
+
+from kvstore import logs
+from kvstore.config import Config
+from kvstore.config_load import load_with_sources
+from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, PeerGone
+from kvstore.settings import as_toml
+from kvstore.types import FINGERPRINT_BYTES
+from kvstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvstore.rpc.control_pb2_grpc import ControlStub
+
+EXIT_FINDINGS, EXIT_REFUSED, EXIT_AWAY = 1, 2, 3
+CALL_SECONDS_MAX = 10.0
+VERIFY_SECONDS_MAX = 24 * 3600.0
+
+app = App(
+    name="kvstore",
+    help="Keeps the prefix KV blocks of LLM servers in shared memory and on NVMe.",
+    help_epilogue="Start with `kvstore serve`, look with `kvstore stat`; nothing needs configuring.",
+    version=lambda: f"kvstore {version('kvstore')}",
+)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Options of every command: which configuration, and thereby which daemon."""
+
+    config: Annotated[Path | None, Parameter(alias="-c", env_var="KVSTORE_CONFIG")] = None
+    "TOML file with settings; `kvstore config --defaults` prints one."
+
+    set: Annotated[tuple[str, ...], Parameter(alias="-s", negative="", show_default=False)] = ()
+    "One setting as section.key=value, for example host.bytes=4GiB. May be repeated."
+
+    socket: str | None = None
+    "Unix socket of the daemon (daemon.socket)."
+
+    def load(
+        self, shorthands: Mapping[str, tuple[str, str | None]]
+    ) -> tuple[Config, dict[str, str]]:
+        """The effective configuration and its sources; `shorthands` maps key to (flag, value)."""
+        overrides: dict[str, str] = {}
+        for text in self.set:
+            key, equals, value = text.partition("=")
+            if not equals:
+                raise ConfigError(f"flag --set: {text!r} has no value; write section.key=value")
+            overrides[key.strip()] = value.strip()
+        flags: dict[str, str] = {}
+        for key, (flag, short) in {
+            **shorthands,
+            "daemon.socket": ("--socket", self.socket),
+        }.items():
+            if short is not None:
+                overrides[key], flags[key] = short, flag
+        return load_with_sources(self.config, os.environ, overrides, flags)
+
+
+DEFAULT_WHERE = Where()
+
+
+@app.command
+def serve(
+    where: Where = DEFAULT_WHERE,
+    *,
+    data_dir: str | None = None,
+    host_bytes: str | None = None,
+    nvme_bytes: str | None = None,
+) -> int:
+    """Run the daemon until SIGTERM or Ctrl-C.
+
+    Without options: 1 GiB of shared memory, up to 10 GiB below ./kvstore-data.
+
+    Parameters
+    ----------
+    data_dir
+        Directory of the NVMe tier (daemon.data_dir).
+    host_bytes
+        Shared memory for blocks, for example 8GiB (host.bytes).
+    nvme_bytes
+        Most bytes below the data directory, for example 500GB (nvme.bytes_max).
+    """
+    config, sources = where.load(
+        {
+            "daemon.data_dir": ("--data-dir", data_dir),
+            "host.bytes": ("--host-bytes", host_bytes),
+            "nvme.bytes_max": ("--nvme-bytes", nvme_bytes),
+        }
+    )
+    logs.configure(config.daemon.log_level, config.daemon.log_format)
+    logs.get_logger("cli").info("starting", **_chosen(config, sources))
+    from kvstore.daemon import serve as serve_daemon
+
+    return int(serve_daemon(config))
+
+
+def _chosen(config: Config, sources: Mapping[str, str]) -> dict[str, object]:
+    """What a person wants to see of the configuration when the daemon starts."""
+    host, nvme = config.host, config.nvme
+    data_dir = Path(config.daemon.data_dir).absolute()
+    return {
+        "version": version("kvstore"),
+        "socket": config.daemon.socket,
+        "host": f"{format_bytes(host.bytes)} in {config.arena_directory}",
+        "nvme": f"up to {format_bytes(nvme.bytes_max)} in {data_dir}" if nvme.enabled else "off",
+        "settings": ", ".join(f"{key} from {source}" for key, source in sources.items())
+        or "defaults (`kvstore config` lists them)",
+    }
+
+
+@app.command
+def stat(where: Where = DEFAULT_WHERE, *, json: bool = False) -> int:
+    """Show what the daemon holds and how it is used.
+
+    Parameters
+    ----------
+    json
+        Print the whole statistics tree as JSON.
+    """
+    from kvstore.rpc.control_pb2 import StatRequest
+
+    config, _ = where.load({})
+    with _control(config) as control:
+        tree = control.Stat(StatRequest(), timeout=CALL_SECONDS_MAX).json
+    if json:
+        print(tree)
+    else:
+        import json as codec
+
+        print("\n".join(_as_lines(codec.loads(tree))))
+    return 0
+
+
+def _as_lines(tree: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
+    """A statistics tree as aligned text: plain values of a level first, then its branches."""
+    indent = "  " * depth
+    leaves = {key: value for key, value in tree.items() if not isinstance(value, dict)}
+    width = max(map(len, leaves), default=0)
+    for key, value in leaves.items():
+        yield f"{indent}{key:<{width}}  {_as_text(key, value)}"
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}"
+            yield from _as_lines(value, depth + 1)
+
+
+def _as_text(key: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and "bytes" in key.split(":")[0].split("_"):
+        for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+            if value >= size:
+                return f"{value / size:.1f} {unit}"
+        return f"{value} B"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value in ("", None) else str(value)
+
+
+class VerifyProgress(Protocol):
+    """A step of a verification, live (`VerifyReply`) or offline."""
+
+    @property
+    def checked_blocks(self) -> int: ...
+    @property
+    def total_blocks(self) -> int: ...
+    @property
+    def findings(self) -> Sequence[str]: ...
+
+
+@app.command
+def verify(
+    where: Where = DEFAULT_WHERE,
+    *,
+    data_dir: str | None = None,
+    payloads: bool = False,
+    fix: bool = False,
+) -> int:
+    """Compare index and stored blocks both ways; a line a finding, exit code 1 with any.
+
+    Asks the running daemon; with --data-dir, checks the directory of a stopped one.
+
+    Parameters
+    ----------
+    data_dir
+        Directory of a daemon that does not run (daemon.data_dir).
+    payloads
+        Read every block and compare its checksums too.
+    fix
+        Drop what is damaged; the blocks become misses.
+    """
+    config, _ = where.load({"daemon.data_dir": ("--data-dir", data_dir)})
+    if data_dir is not None:
+        from kvstore.scrub import verify_offline
+
+        return _show_findings(verify_offline(config, payloads=payloads, fix=fix))
+    from kvstore.rpc.control_pb2 import VerifyRequest
+
+    request = VerifyRequest(payloads=payloads, fix=fix)
+    with _control(config) as control:
+        return _show_findings(control.Verify(request, timeout=VERIFY_SECONDS_MAX))
+
+
+def _show_findings(steps: Iterable[VerifyProgress]) -> int:
+    """Print findings as they come, a progress bar beside them on a terminal; the exit code."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    errors = Console(stderr=True)
+    checked = found = 0
+    columns = (BarColumn(), MofNCompleteColumn(), "blocks", TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("verify", total=None)
+        for step in steps:
+            checked = max(checked, step.checked_blocks)
+            bar.update(task, completed=checked, total=step.total_blocks or None)
+            for finding in step.findings:
+                found += 1
+                print(finding, flush=True)
+    print(f"{checked} blocks checked, {found or 'no'} finding{'' if found == 1 else 's'}")
+    return EXIT_FINDINGS if found else 0
+
+
+@app.command
+def clear(
+    namespace: str | None = None, /, where: Where = DEFAULT_WHERE, *, all: bool = False
+) -> int:
+    """Forget every block of one namespace, or of all.
+
+    Parameters
+    ----------
+    namespace
+        The namespace's 64 hex digits, as `kvstore stat` shows them.
+    all
+        Clear every namespace.
+    """
+    from kvstore.rpc.control_pb2 import ClearRequest
+
+    if (namespace is None) != all:
+        raise InvalidRequest("clear: name one namespace (64 hex digits) or give --all")
+    request = ClearRequest(namespace=_namespace_bytes(namespace or ""), all=all)
+    config, _ = where.load({})
+    with _control(config) as control:
+        cleared = control.Clear(request, timeout=CALL_SECONDS_MAX).namespaces
+    print(f"cleared {cleared} namespace{'' if cleared == 1 else 's'}")
+    return 0
+
+
+def _namespace_bytes(text: str) -> bytes:
+    try:
+        name = bytes.fromhex(text)
+    except ValueError:
+        name = b"?"
+    if text and len(name) != FINGERPRINT_BYTES:
+        raise InvalidRequest(
+            f"clear: {text!r} is not a namespace; "
+            "give its 64 hex digits, as `kvstore stat` shows them"
+        )
+    return name
+
+
+@app.command(name="config")
+def show_config(where: Where = DEFAULT_WHERE, *, show: bool = False, defaults: bool = False) -> int:
+    """Print the effective configuration as a commented TOML file, and where values came from.
+
+    Parameters
+    ----------
+    show
+        The effective configuration; what happens without any option too.
+    defaults
+        The built-in defaults instead, as a file to start from.
+    """
+    if show and defaults:
+        raise InvalidRequest("config: --show and --defaults exclude each other; give one")
+    print(as_toml() if defaults else as_toml(*where.load({})), end="")
+    return 0
+
+
+@contextmanager
+def _control(config: Config) -> Iterator[ControlStub]:
+    """Blocking calls to the daemon; a failed one leaves as the typed error it stands for."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import grpc
+
+    from kvstore.rpc.control_pb2_grpc import ControlStub
+    from kvstore.rpc.status import from_rpc_error
+
+    with grpc.insecure_channel(f"unix:{config.daemon.socket}") as channel:
+        try:
+            yield ControlStub(channel)  # type: ignore[no-untyped-call]
+        except grpc.RpcError as error:
+            typed = from_rpc_error(error)
+            if isinstance(typed, PeerGone):
+                raise PeerGone(
+                    f"no daemon answers at {config.daemon.socket}; start one with `kvstore serve`, "
+                    "or name its socket with --socket"
+                ) from error
+            raise typed from error
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the `kvstore` command; ends the process with one of the exit codes above."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; return its exit code."""
+    try:
+        code = app(
+            list(arguments), exit_on_error=False, print_error=False, result_action="return_value"
+        )
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:  # `kvstore stat | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except PeerGone as error:
+        message, code = str(error), EXIT_AWAY
+    except KVStoreError as error:
+        message, code = str(error), EXIT_REFUSED
+    except CycloptsError as error:
+        message, code = f"{error} See `kvstore --help`.", EXIT_REFUSED
+    print(f"kvstore: {' '.join(message.split())}", file=sys.stderr)
+    return code
