@@ -2,7 +2,8 @@
 
     KVStoreError
      +- ConfigError                      refuse to start; names the key, the value and the way out
-     +- InvalidRequest                   the caller's mistake: sizes, unknown namespace, foreign reservation
+     +- InvalidRequest                   the caller's mistake: sizes, unknown namespace, foreign
+     reservation
      |   +- NamespaceUnknown
      |   +- NamespaceConflict            the same identity declared with another layout
      |   +- ReservationUnknown           ended, foreign, or never granted
@@ -23,7 +24,8 @@
      +- TierError
          +- TierFull
          +- TierIO
-         +- ForeignData                  a data directory of another geometry or format; names the way out
+         +- ForeignData                  a data directory of another geometry or format; names the
+         way out
      x  InvariantViolated                not a KVStoreError: our bug, fatal
 
 "No room" and "not found" are normal answers, never exceptions.
@@ -129,7 +131,9 @@ class ForeignData(TierError):
 
 
 class InvariantViolated(Exception):
-    """A conservation law failed: our bug, never the world's. The daemon drops the arena and exits."""
+    """A conservation law failed: our bug, never the world's. The daemon drops the arena and
+    exits.
+    """
 
 
 def check(condition: object, law: str, **facts: object) -> None:

@@ -7,8 +7,10 @@ Primitives:
   `chain(...)`              the same in one call
   `flat_fingerprint(...)`   a name for an opaque key in a flat namespace
 
-Everything is BLAKE2b-256 over a canonical encoding: tags and length prefixes, little-endian, so that values
-that look alike when joined never collide. No builtin hash, no pickle, no process seed. Changing any byte of
+Everything is BLAKE2b-256 over a canonical encoding: tags and length prefixes, little-endian, so
+that values
+that look alike when joined never collide. No builtin hash, no pickle, no process seed. Changing
+any byte of
 an encoding here changes `KEY_FORMAT` and thereby every name; golden vectors pin it.
 """
 
@@ -37,9 +39,11 @@ Tokens = Sequence[int] | NDArray[np.uint32] | bytes | memoryview
 
 @dataclass(frozen=True)
 class KVIdentity:
-    """Everything that shaped a block's bytes. Fields have no hidden default: what does not apply is "".
+    """Everything that shaped a block's bytes. Fields have no hidden default: what does not apply
+    is "".
 
-    Digests are hex or any text that changes with the content; names alone are not an identity. `extra` takes
+    Digests are hex or any text that changes with the content; names alone are not an identity.
+    `extra` takes
     what a future engine needs; each pair is part of the name.
     """
 
@@ -100,7 +104,8 @@ def flat_fingerprint(namespace: NamespaceId, key: bytes) -> Fingerprint:
 class Content:
     """A non-text input (image, audio) whose placeholder tokens start at `position`.
 
-    `digest` enters every block that overlaps [position, position + length) at full width, with its position.
+    `digest` enters every block that overlaps [position, position + length) at full width, with its
+    position.
     """
 
     position: int
@@ -111,7 +116,8 @@ class Content:
 class Chain:
     """Fingerprints of the full blocks of one token sequence, grown with `extend`.
 
-    `joined` is the wire and directory form: 32 bytes a block, back to back. A trailing partial block has no
+    `joined` is the wire and directory form: 32 bytes a block, back to back. A trailing partial
+    block has no
     fingerprint; its tokens wait for the next `extend`. Not thread-safe.
     """
 
@@ -150,7 +156,9 @@ class Chain:
         return self._names[depth - 1] if depth else self.namespace
 
     def extend(self, tokens: Tokens) -> int:
-        """Append token ids (ints below 2^32, or uint32 little-endian bytes); return the number of full blocks."""
+        """Append token ids (ints below 2^32, or uint32 little-endian bytes); return the number of
+        full blocks.
+        """
         data = self._tail + _token_bytes(tokens)
         block_bytes = self.block_tokens * TOKEN_BYTES
         usable = len(data) // block_bytes * block_bytes
@@ -183,7 +191,9 @@ class Chain:
                 if content.position < first + self.block_tokens and (
                     content.position + content.length > first
                 ):
-                    digest.update(struct.pack("<qqI", content.position, content.length, len(content.digest)))
+                    digest.update(
+                        struct.pack("<qqI", content.position, content.length, len(content.digest))
+                    )
                     digest.update(content.digest)
             self._names.append(digest.digest())
 
@@ -200,8 +210,14 @@ def chain(
 def _token_bytes(tokens: Tokens) -> bytes:
     if isinstance(tokens, np.ndarray):
         if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-            raise InvalidRequest(f"tokens: need a flat integer array, got {tokens.dtype}{tokens.shape}")
-        if tokens.dtype != np.uint32 and tokens.size and (tokens.min() < 0 or tokens.max() >= 1 << 32):
+            raise InvalidRequest(
+                f"tokens: need a flat integer array, got {tokens.dtype}{tokens.shape}"
+            )
+        if (
+            tokens.dtype != np.uint32
+            and tokens.size
+            and (tokens.min() < 0 or tokens.max() >= 1 << 32)
+        ):
             raise InvalidRequest("tokens: ids must lie between 0 and 2^32 - 1")
         return tokens.astype("<u4", copy=False).tobytes()
     if isinstance(tokens, (bytes, memoryview)):
@@ -212,7 +228,9 @@ def _token_bytes(tokens: Tokens) -> bytes:
     try:
         return array("I", tokens).tobytes()
     except (OverflowError, TypeError) as error:
-        raise InvalidRequest(f"tokens: ids must be integers between 0 and 2^32 - 1 ({error})") from error
+        raise InvalidRequest(
+            f"tokens: ids must be integers between 0 and 2^32 - 1 ({error})"
+        ) from error
 
 
 def _text(value: str) -> bytes:

@@ -25,7 +25,9 @@ def align_up(value: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """A range of whole layers of one rank with its own checksum; offsets in bytes from the slot's start."""
+    """A range of whole layers of one rank with its own checksum; offsets in bytes from the slot's
+    start.
+    """
 
     index: int
     rank: int
@@ -40,8 +42,10 @@ class Part:
 class BlockLayout:
     """Sizes of one block. Two layouts are equal exactly when their bytes are laid out alike.
 
-    `layer_bytes` is the KV of one layer of one rank for `block_tokens` tokens, keys and values together.
-    `ranks` counts the *local* ranks that share a slot; an MLA model, whose ranks hold equal bytes, has 1.
+    `layer_bytes` is the KV of one layer of one rank for `block_tokens` tokens, keys and values
+    together.
+    `ranks` counts the *local* ranks that share a slot; an MLA model, whose ranks hold equal bytes,
+    has 1.
     """
 
     block_tokens: int
@@ -60,7 +64,8 @@ class BlockLayout:
                 raise InvalidRequest(f"layout: {name}={value} must lie between 1 and {most}")
         if self.block_bytes > BLOCK_BYTES_MAX:
             raise InvalidRequest(
-                f"layout: a block of {self.block_bytes} bytes exceeds {BLOCK_BYTES_MAX}; use fewer tokens a block"
+                f"layout: a block of {self.block_bytes} bytes exceeds {BLOCK_BYTES_MAX}; "
+                "use fewer tokens a block"
             )
 
     @property
@@ -97,9 +102,11 @@ class BlockLayout:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """At most PARTS_MAX ranges that cover every payload byte, each starting on a 4 KiB boundary.
+        """At most PARTS_MAX ranges that cover every payload byte, each starting on a 4 KiB
+        boundary.
 
-        Each lies in one rank when there are at most PARTS_MAX ranks, and is cut at layer boundaries that
+        Each lies in one rank when there are at most PARTS_MAX ranks, and is cut at layer
+        boundaries that
         happen to be aligned; with more ranks one part covers several whole ranks.
         """
         if self.ranks > PARTS_MAX:
@@ -115,7 +122,9 @@ class BlockLayout:
         return tuple(parts)
 
     def _aligned_layer_step(self, groups: int) -> int:
-        """Fewest layers a part may hold so that there are at most `groups` and each starts aligned."""
+        """Fewest layers a part may hold so that there are at most `groups` and each starts
+        aligned.
+        """
         for step in range(-(-self.layers // groups), self.layers):
             if step * self.layer_bytes % PAGE_BYTES == 0:
                 return step

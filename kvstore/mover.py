@@ -1,11 +1,15 @@
-"""Promotion: NVMe replicas read straight into arena slots, verified part by part, shared between waiters.
+"""Promotion: NVMe replicas read straight into arena slots, verified part by part, shared between
+waiters.
 
 Primitives of `Mover`:
-  `open_load`   starts what a lease needs; a `LoadStream` tells which parts became readable, or failed
+  `open_load`   starts what a lease needs; a `LoadStream` tells which parts became readable, or
+                failed
   `close`       no new reads; running ones end
 
-A block is promoted once, whoever waits. Reads run on a bounded pool of threads that drop the GIL; a worker
-takes a few pieces, then queues behind other loads, so that a long load cannot starve a short one. A failed
+A block is promoted once, whoever waits. Reads run on a bounded pool of threads that drop the GIL;
+a worker
+takes a few pieces, then queues behind other loads, so that a long load cannot starve a short one.
+A failed
 check on data drops the replica and ends the prefix there: a miss, never other bytes.
 """
 
@@ -38,7 +42,9 @@ PieceKey = tuple[int, int, int]
 
 @dataclass
 class Promotion:
-    """One block on its way from NVMe to a host slot. Owned by the loop; `listeners` are told of each part."""
+    """One block on its way from NVMe to a host slot. Owned by the loop; `listeners` are told of
+    each part.
+    """
 
     row: int
     namespace: Namespace
@@ -57,7 +63,9 @@ class Promotion:
 
 @dataclass
 class LoadStream:
-    """What one load still waits for. `ready` and `failed` fill up; `changed` is set whenever one of them did."""
+    """What one load still waits for. `ready` and `failed` fill up; `changed` is set whenever one
+    of them did.
+    """
 
     groups: list[GroupMatch]
     short_reason: str = ""
@@ -90,7 +98,9 @@ class Piece:
 
 
 class ReadBatch:
-    """The pieces of one load, worked off by a few threads; completions are handed to the loop in lumps."""
+    """The pieces of one load, worked off by a few threads; completions are handed to the loop in
+    lumps.
+    """
 
     def __init__(
         self,
@@ -144,7 +154,9 @@ class ReadBatch:
         self._loop.call_soon_threadsafe(self._collect)
 
     def _collect(self) -> None:
-        """Loop: settle everything that ended. The flag falls first, so that no completion is left behind."""
+        """Loop: settle everything that ended. The flag falls first, so that no completion is left
+        behind.
+        """
         self._is_told = False
         while self._done:
             self._settle(*self._done.popleft())
@@ -180,7 +192,8 @@ class Mover:
     ) -> LoadStream:
         """Start promotions for every row of `groups` that is not READY in host.
 
-        `short_reason` of the result is "capacity" when slots ran out: groups are cut to what is promised. Waits (to
+        `short_reason` of the result is "capacity" when slots ran out: groups are cut to what is
+        promised. Waits (to
         `deadline`) only when there is no slot at all. The caller holds a lease over the rows.
         """
         if self.is_closing:

@@ -1,7 +1,8 @@
 """Declared namespaces: identity digest → index, layout, clear count.
 
 Primitives: `Namespace`, `NamespaceTable.declare / get / clear_counts`.
-May not touch tiers; what must outlive the daemon is handed to a `keep` callback that returns once it is durable.
+May not touch tiers; what must outlive the daemon is handed to a `keep` callback that returns once
+it is durable.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ LABEL_CHARS_MAX = 200
 
 @dataclass
 class Namespace:
-    """One declared namespace. `index` is its position in every per-namespace table, stable across restarts."""
+    """One declared namespace. `index` is its position in every per-namespace table, stable across
+    restarts.
+    """
 
     index: int
     id: NamespaceId
@@ -124,8 +127,8 @@ class NamespaceTable:
         if known is not None:
             if not known.same_shape(proposed):
                 raise NamespaceConflict(
-                    f"namespace {namespace.hex()[:16]}… is {known.kind} with {known.layout} and window "
-                    f"{known.window_tokens}; declared again as {kind} with {layout} and window "
+                    f"namespace {namespace.hex()[:16]}… is {known.kind} with {known.layout} and "
+                    f"window {known.window_tokens}; declared again as {kind} with {layout} and window "
                     f"{window_tokens}. Whatever differs must be part of the identity"
                 )
             return known, False

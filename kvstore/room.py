@@ -3,7 +3,8 @@
 Primitives of `Room`:
   `host_slots`     slots to fill, evicting the least valuable idle leaves when none is free
   `take_slab_from` a starving block size gets the slab that is worth least to another one
-Synchronous, on the daemon's loop. Never evicts what a lease or a job holds; "no room" is a short list.
+Synchronous, on the daemon's loop. Never evicts what a lease or a job holds; "no room" is a short
+list.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Room:
     def host_slots(
         self, slot_bytes: int, count: int, now: float, *, staging: bool = False
     ) -> list[int]:
-        """Up to `count` slots of one size, FILLING. `staging` may dip into the share kept for promotions."""
+        """Up to `count` slots of one size, FILLING. `staging` may dip into the share kept for
+        promotions.
+        """
         host = self._store.host
         if host is None or count <= 0:
             return []
@@ -59,9 +62,11 @@ class Room:
         return len(victims)
 
     def take_slab_from(self, slot_bytes: int, now: float) -> bool:
-        """Empty the idle slab of another block size that is worth least per byte; whether one came free.
+        """Empty the idle slab of another block size that is worth least per byte; whether one came
+        free.
 
-        Only a size that holds less than its share (bytes ÷ sizes in use) may take, so that two sizes never
+        Only a size that holds less than its share (bytes ÷ sizes in use) may take, so that two
+        sizes never
         steal from each other in turn.
         """
         store, pool = self._store, self._store.host_tier.pool

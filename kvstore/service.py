@@ -1,7 +1,9 @@
 """One daemon life: the store, its tasks and its clients behind the verbs of the control API.
 
-Primitives of `Service`: a method a verb that needs more than the store (`declare`, `commit`, `open_load`, `flush`, `delete`,
-`clear`, `verify`), the session hooks (`attached`, `detached`), `maintain` (the periodic task) and `statistics`.
+Primitives of `Service`: a method a verb that needs more than the store (`declare`, `commit`,
+`open_load`, `flush`, `delete`,
+`clear`, `verify`), the session hooks (`attached`, `detached`), `maintain` (the periodic task) and
+`statistics`.
 Runs on the loop. Knows no gRPC: rpc/server.py translates. Assembled by daemon.py.
 """
 
@@ -90,7 +92,9 @@ class Service:
         return self._clock.monotonic()
 
     def deadline(self, milliseconds: int) -> float:
-        """Absolute deadline of a call; 0 and what exceeds limits.deadline_seconds_max become that limit."""
+        """Absolute deadline of a call; 0 and what exceeds limits.deadline_seconds_max become that
+        limit.
+        """
         most = self.config.limits.deadline_seconds_max
         return self.now() + (min(milliseconds / 1000, most) if milliseconds else most)
 
@@ -107,7 +111,9 @@ class Service:
         self._log.info("client attached", engine=session.engine, pid=session.pid)
 
     def detached(self, session: Session) -> None:
-        """The stream ended: leases go, reservations end, slots wait until the process is known to be gone."""
+        """The stream ended: leases go, reservations end, slots wait until the process is known to
+        be gone.
+        """
         self.sessions.close(session)
         self.store.leases.drop_client(session.client, self.now())
         self.writes.client_lost(session.client)
@@ -144,13 +150,14 @@ class Service:
         if self.store.host is not None and layout.slot_bytes > min(host.bytes, host.region_bytes):
             raise InvalidRequest(
                 f"a block of {layout.slot_bytes} bytes does not fit into host.region_bytes="
-                f"{host.region_bytes} of host.bytes={host.bytes}; raise them or use fewer tokens a block"
+                f"{host.region_bytes} of host.bytes={host.bytes}; raise them or use fewer "
+                "tokens a block"
             )
         room = self.config.nvme.segment_bytes
         if self.store.nvme is not None and layout.slot_bytes + PAGE_BYTES > room:
             raise InvalidRequest(
-                f"a block of {layout.slot_bytes} bytes does not fit into nvme.segment_bytes={room}; "
-                "raise it (in a new data directory) or use fewer tokens a block"
+                f"a block of {layout.slot_bytes} bytes does not fit into "
+                f"nvme.segment_bytes={room}; raise it (in a new data directory) or use fewer tokens a block"
             )
 
     def touch_soon(self) -> None:
@@ -206,7 +213,9 @@ class Service:
         rank: int | None,
         end: bool,
     ) -> ByteArray:
-        """Find the slots behind `offsets`, then `WritePath.commit`; `rank` None: every rank's part is filled."""
+        """Find the slots behind `offsets`, then `WritePath.commit`; `rank` None: every rank's part
+        is filled.
+        """
         found = self.store.reservations.acknowledge(session.client, reservation)
         if found is not None:
             self.store.counters.add("late_commits")
@@ -228,9 +237,15 @@ class Service:
         )
 
     def _slots_at(self, reserved: IntArray, offsets: UIntArray) -> IntArray:
-        """Slots of a reservation by byte offset. Raises InvalidRequest for an offset it does not hold."""
+        """Slots of a reservation by byte offset. Raises InvalidRequest for an offset it does not
+        hold.
+        """
         by_offset = dict(
-            zip(self.store.host_tier.pool.offsets_of(reserved).tolist(), reserved.tolist(), strict=True)
+            zip(
+                self.store.host_tier.pool.offsets_of(reserved).tolist(),
+                reserved.tolist(),
+                strict=True,
+            )
         )
         try:
             return np.array([by_offset[offset] for offset in offsets.tolist()], np.int64)
@@ -246,7 +261,9 @@ class Service:
         return await self.write_behind.flush(names, deadline)
 
     async def delete(self, name: bytes) -> int:
-        """A block and all that follows it; invisible when this returns, and gone from the index as well."""
+        """A block and all that follows it; invisible when this returns, and gone from the index as
+        well.
+        """
         row = self.store.catalog.rows(name)
         if row[0] == ABSENT_ROW or not self.store.is_current(row)[0]:
             return 0
@@ -257,7 +274,9 @@ class Service:
         return len(doomed)
 
     async def clear(self, namespace: Namespace) -> None:
-        """No block stored before this call matches again, also after a SIGKILL: the new count is durable first."""
+        """No block stored before this call matches again, also after a SIGKILL: the new count is
+        durable first.
+        """
         count = namespace.clear_count + 1
         if self.store.nvme is not None:
             await self._in_worker(self.store.nvme.set_clear_count, namespace.id, count)

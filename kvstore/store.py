@@ -6,10 +6,12 @@ Primitives of `Store`, all synchronous and on the daemon's loop:
   `touch`         uses reported or counted after the reply
   `make_ready`    COMMITTED host replicas whose parent is READY become matchable
   `drop_host`, `forget`  replicas leave
-  `condemn`       rows that may never match again (deleted, damaged); `reclaim_slice` frees what they hold
+  `condemn`       rows that may never match again (deleted, damaged); `reclaim_slice` frees what
+                  they hold
   `check_slices`  the invariants, resumable
 
-Writes live in writes.py, room-making in room.py, movement between tiers in mover.py and writebehind.py.
+Writes live in writes.py, room-making in room.py, movement between tiers in mover.py and
+writebehind.py.
 Nothing here awaits, reads a clock, or touches bytes of blocks.
 """
 
@@ -130,7 +132,8 @@ class Store:
     ) -> MatchResult:
         """Longest usable prefix of `groups` [(namespace, joined fingerprints from the root)].
 
-        `prompt_tokens` caps the boundary (0: no cap). The lease, when wanted, covers every row of the result and
+        `prompt_tokens` caps the boundary (0: no cap). The lease, when wanted, covers every row of
+        the result and
         keeps all its replicas where they are. Raises InvalidRequest, LeaseTooLarge.
         """
         if not groups:
@@ -232,7 +235,8 @@ class Store:
     def make_ready(self, rows: IntArray, now: float) -> None:
         """COMMITTED → READY where the parent is READY in some tier; others wait for their parent.
 
-        Rows are in chain order. Rows whose parent is gone, or whose namespace was cleared meanwhile, are dropped.
+        Rows are in chain order. Rows whose parent is gone, or whose namespace was cleared
+        meanwhile, are dropped.
         """
         ready: list[int] = []
         columns = self.catalog
@@ -261,7 +265,9 @@ class Store:
             self.publish(np.array(ready, np.int64), now)
 
     def publish(self, rows: IntArray, now: float) -> None:
-        """FILLING or COMMITTED → READY: whole, verified, its parent reachable; matchable from here on."""
+        """FILLING or COMMITTED → READY: whole, verified, its parent reachable; matchable from here
+        on.
+        """
         host, columns = self.host_tier, self.catalog
         for index in np.unique(columns.namespace[rows]):
             namespace = self.namespaces.at(int(index))
@@ -287,7 +293,9 @@ class Store:
     # ------------------------------------------------------------------ leaving
 
     def drop_unready(self, row: int, reason: str) -> None:
-        """A FILLING or COMMITTED host replica will never be READY: slot back, waiting children dropped too."""
+        """A FILLING or COMMITTED host replica will never be READY: slot back, waiting children
+        dropped too.
+        """
         columns = self.catalog
         stack = [row]
         while stack:
@@ -322,9 +330,11 @@ class Store:
         return (self.catalog.leases[rows] == 0) & (self.catalog.pins[rows] == 0)
 
     def forget(self, rows: IntArray, reason: str, now: float) -> IntArray:
-        """Drop every replica of the idle ones among `rows`; return those that must be tried again later.
+        """Drop every replica of the idle ones among `rows`; return those that must be tried again
+        later.
 
-        Host replicas go at once. NVMe replicas become DRAINING here and leave with their index record.
+        Host replicas go at once. NVMe replicas become DRAINING here and leave with their index
+        record.
         """
         columns = self.catalog
         busy = ~self.is_idle(rows) | (columns.nvme_state[rows] == FILLING)
@@ -338,7 +348,9 @@ class Store:
         return rows[busy]
 
     def condemn(self, rows: IntArray, reason: str) -> None:
-        """`rows` never match again, from now on; their replicas leave in slices as soon as nobody holds them."""
+        """`rows` never match again, from now on; their replicas leave in slices as soon as nobody
+        holds them.
+        """
         columns = self.catalog
         rows = rows[columns.clear_count[rows] != CONDEMNED]
         self.counters.add(f"dropped_blocks:{reason}", len(rows))
@@ -364,7 +376,9 @@ class Store:
         self._reclaim_again = False
 
     def reclaim_slice(self, now: float) -> bool:
-        """Drop replicas of rows that are no longer current, a bounded piece a call; False when none is left."""
+        """Drop replicas of rows that are no longer current, a bounded piece a call; False when
+        none is left.
+        """
         if self._reclaim_from is None:
             return False
         start, stop = self._reclaim_from, self._reclaim_from + RECLAIM_SCAN_ROWS

@@ -47,7 +47,9 @@ class ReplicaState(IntEnum):
 
     ABSENT = 0
     FILLING = 1
-    """Slots are a writer's (an engine's reservation, or a promotion); present to other reservers."""
+    """Slots are a writer's (an engine's reservation, or a promotion); present to other
+    reservers.
+    """
     COMMITTED = 2
     """Bytes are whole; waits for its checksum or for its parent to become READY. Not matchable."""
     READY = 3

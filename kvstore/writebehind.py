@@ -1,7 +1,8 @@
 """Write-behind: admitted host blocks get an NVMe copy with idle bandwidth, ancestors first.
 
 Primitives of `WriteBehind`:
-  `enqueue`   READY host rows that may be worth a copy (bounded; past the bound they are skipped and counted)
+  `enqueue`   READY host rows that may be worth a copy (bounded; past the bound they are skipped
+              and counted)
   `run`       the task: batches of frames → fdatasync → index record; only then is a replica READY
   `flush`     moves the asked rows to the front and tells which are durable by the deadline
   `lost`      NVMe replicas that must go: record deleted and committed first, then the slot is free
@@ -41,7 +42,9 @@ EVICT_BATCH_MIN = 16
 
 
 class WriteBudget:
-    """Token bucket over bytes: at most `bytes_per_hour` (0: unlimited), with a burst of one minute's worth."""
+    """Token bucket over bytes: at most `bytes_per_hour` (0: unlimited), with a burst of one
+    minute's worth.
+    """
 
     def __init__(self, bytes_per_hour: int, now: float) -> None:
         self._rate = bytes_per_hour / HOUR_SECONDS
@@ -62,7 +65,9 @@ class WriteBudget:
 
 
 class WriteBehind:
-    """The NVMe tier's only writer. All methods run on the loop; frames are written by worker threads."""
+    """The NVMe tier's only writer. All methods run on the loop; frames are written by worker
+    threads.
+    """
 
     def __init__(
         self,
@@ -120,7 +125,9 @@ class WriteBehind:
         self._store.counters.add(f"write_skipped_blocks:{reason}", count)
 
     def _ancestry(self, row: int) -> list[int] | None:
-        """`row` with its ancestors that lack an NVMe copy, root first; None when one of them is lost."""
+        """`row` with its ancestors that lack an NVMe copy, root first; None when one of them is
+        lost.
+        """
         columns = self._store.catalog
         if not self._store.namespaces.at(int(columns.namespace[row])).is_prefix_closed:
             return [row]
@@ -136,7 +143,9 @@ class WriteBehind:
         return path[::-1]
 
     def _next_batch(self) -> list[int]:
-        """Rows to write now: each after its ancestors, within the batch's bounds and the write budget."""
+        """Rows to write now: each after its ancestors, within the batch's bounds and the write
+        budget.
+        """
         store, columns, now = self._store, self._store.catalog, self._now()
         batch: list[int] = []
         chosen: set[int] = set()
@@ -169,7 +178,9 @@ class WriteBehind:
     # ------------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Write until `drain` emptied the queue; cancelled by the daemon at the latest after its drain time."""
+        """Write until `drain` emptied the queue; cancelled by the daemon at the latest after its
+        drain time.
+        """
         while True:
             if not self._queue:
                 self._tell()
@@ -201,7 +212,9 @@ class WriteBehind:
         self._progress = asyncio.Event()
 
     async def _write(self, batch: list[int]) -> None:
-        """One batch: slots, frames on worker threads, fdatasync, index record, READY in chain order."""
+        """One batch: slots, frames on worker threads, fdatasync, index record, READY in chain
+        order.
+        """
         store, columns = self._store, self._store.catalog
         rows = np.array(batch, np.int64)
         columns.pins[rows] += 1
@@ -292,7 +305,9 @@ class WriteBehind:
         )
 
     async def _record(self, rows: IntArray, slots: IntArray, written: BoolArray) -> None:
-        """Commit index records of the written frames whose parent made it; the others give their slot back."""
+        """Commit index records of the written frames whose parent made it; the others give their
+        slot back.
+        """
         store, columns = self._store, self._store.catalog
         failed = set(rows[~written].tolist())
         keep: list[int] = []
@@ -343,9 +358,7 @@ class WriteBehind:
         columns = self._store.catalog
         names = [columns.fingerprints[row].tobytes() for row in rows]
         generations = columns.nvme_generation[rows].tolist()
-        await asyncio.wrap_future(
-            self._nvme.forget(list(zip(names, generations, strict=True)))
-        )
+        await asyncio.wrap_future(self._nvme.forget(list(zip(names, generations, strict=True))))
         while (columns.pins[rows] > 0).any():
             await asyncio.sleep(0.01)
         slots = columns.nvme_slot[rows].copy()
@@ -371,7 +384,9 @@ class WriteBehind:
     # ------------------------------------------------------------------ flush and drain
 
     async def flush(self, names: bytes, deadline: float) -> BoolArray:
-        """Write the asked blocks first; True where a block is durable by `deadline` (monotonic seconds)."""
+        """Write the asked blocks first; True where a block is durable by `deadline` (monotonic
+        seconds).
+        """
         store, columns = self._store, self._store.catalog
         asked = columns.rows(names)
         for row in reversed(asked[asked != ABSENT_ROW].tolist()):

@@ -3,10 +3,13 @@
 Primitives of `WritePath`:
   `reserve`            named slots: a FILLING fingerprint counts as present to other reservers
   `reserve_anonymous`  slots without names yet; named at `commit`
-  `commit`             verifies the whole request before it changes anything, then checksums on worker threads
-  `abort`, `expire`, `client_gone`   slots come back, or go into quarantine while a late writer may still copy
+  `commit`             verifies the whole request before it changes anything, then checksums on
+                       worker threads
+  `abort`, `expire`, `client_gone`   slots come back, or go into quarantine while a late writer may
+                                     still copy
 
-A committed block is matchable only when its bytes are whole, its checksum is known and its parent is READY.
+A committed block is matchable only when its bytes are whole, its checksum is known and its parent
+is READY.
 """
 
 from __future__ import annotations
@@ -72,7 +75,8 @@ class WritePath:
     def reserve(
         self, client: ClientId, engine: str, namespace: Namespace, parent: bytes, names: bytes
     ) -> Grant:
-        """Slots for the blocks of `names` (consecutive, after `parent`) that nobody holds or fills yet.
+        """Slots for the blocks of `names` (consecutive, after `parent`) that nobody holds or fills
+        yet.
 
         What fits now: after the first block without room all later ones are NO_ROOM.
         """
@@ -121,7 +125,9 @@ class WritePath:
     def reserve_anonymous(
         self, client: ClientId, engine: str, namespace: Namespace, count: int
     ) -> Grant:
-        """Up to `count` slots whose blocks are named at commit; bounded by host.write_pool_bytes_per_client_max."""
+        """Up to `count` slots whose blocks are named at commit; bounded by
+        host.write_pool_bytes_per_client_max.
+        """
         store, now = self._store, self._now()
         self._admit_writer(client)
         most = max(
@@ -151,12 +157,15 @@ class WritePath:
             )
 
     def _parent_row(self, namespace: Namespace, parent: bytes) -> int | None:
-        """Row of `parent`, -1 at the root or where parents do not matter, None when it is nowhere."""
+        """Row of `parent`, -1 at the root or where parents do not matter, None when it is
+        nowhere.
+        """
         if not namespace.is_prefix_closed or parent == namespace.id:
             return -1
         if len(parent) != FINGERPRINT_BYTES:
             raise InvalidRequest(
-                f"parent has {len(parent)} bytes, must be {FINGERPRINT_BYTES} (the namespace at the root)"
+                f"parent has {len(parent)} bytes, must be {FINGERPRINT_BYTES} "
+                "(the namespace at the root)"
             )
         row = self._store.catalog.rows(parent)
         return int(row[0]) if self._store.is_held(row)[0] else None
@@ -197,9 +206,7 @@ class WritePath:
             (BlockStatus.NO_PARENT, "no_parent"),
             (BlockStatus.REFUSED, "refused"),
         ):
-            counters.add(
-                f"store_blocks:{outcome}", int(np.count_nonzero(grant.statuses == status))
-            )
+            counters.add(f"store_blocks:{outcome}", int(np.count_nonzero(grant.statuses == status)))
         return grant
 
     # ------------------------------------------------------------------ commit
@@ -217,8 +224,10 @@ class WritePath:
     ) -> ByteArray:
         """Publish the blocks of `names`, each in its slot; return a BlockStatus a block.
 
-        Raises ReservationUnknown (expired, foreign, ended), InvalidRequest; then nothing was changed.
-        GRANTED in the answer: other ranks have yet to report. WAITING: whole, READY with its parent.
+        Raises ReservationUnknown (expired, foreign, ended), InvalidRequest; then nothing was
+        changed.
+        GRANTED in the answer: other ranks have yet to report. WAITING: whole, READY with its
+        parent.
         """
         store = self._store
         found = store.reservations.find(client, engine, reservation)
@@ -257,13 +266,13 @@ class WritePath:
             (BlockStatus.NO_PARENT, "no_parent"),
             (BlockStatus.DROPPED, "dropped"),
         ):
-            store.counters.add(
-                f"store_blocks:{outcome}", int(np.count_nonzero(statuses == status))
-            )
+            store.counters.add(f"store_blocks:{outcome}", int(np.count_nonzero(statuses == status)))
         return statuses
 
     def _reserved_rows(self, found: Reservation, names: bytes, slots: IntArray) -> IntArray:
-        """Rows named by a commit; every one must be this reservation's, in its slot, not committed before."""
+        """Rows named by a commit; every one must be this reservation's, in its slot, not committed
+        before.
+        """
         rows = self._store.catalog.rows(names)
         for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             if found.row_of(int(slot)) != row or row == ABSENT_ROW:
@@ -281,7 +290,8 @@ class WritePath:
         names: bytes,
         slots: IntArray,
     ) -> IntArray:
-        """Bind names to the slots of an anonymous reservation; ABSENT_ROW where the block is held already.
+        """Bind names to the slots of an anonymous reservation; ABSENT_ROW where the block is held
+        already.
 
         Slots of blocks that need not or cannot be stored are freed.
         """
@@ -307,7 +317,12 @@ class WritePath:
         result = np.where(held, ABSENT_ROW, NO_PARENT_ROW)
         if len(wanted):
             new_rows = self._add_rows(
-                namespace, -1 if parent_row is None else parent_row, names, rows, wanted, slots[wanted]
+                namespace,
+                -1 if parent_row is None else parent_row,
+                names,
+                rows,
+                wanted,
+                slots[wanted],
             )
             result[wanted] = new_rows
             found.name(slots[wanted], new_rows)
@@ -338,7 +353,9 @@ class WritePath:
         store.make_ready(rows, self._now())
 
     def _outcomes(self, rows: IntArray, names: bytes, positions: Sequence[int]) -> ByteArray:
-        """STORED, WAITING or DROPPED of rows that were just finished (a dropped row's number may be reused)."""
+        """STORED, WAITING or DROPPED of rows that were just finished (a dropped row's number may
+        be reused).
+        """
         columns = self._store.catalog
         joined = b"".join(
             names[at * FINGERPRINT_BYTES : (at + 1) * FINGERPRINT_BYTES] for at in positions
@@ -354,7 +371,9 @@ class WritePath:
     # ------------------------------------------------------------------ ends
 
     def abort(self, client: ClientId, engine: str, reservation: ReservationId) -> int:
-        """End a reservation; also this client's word that its last copy into it has ended. Slots freed now."""
+        """End a reservation; also this client's word that its last copy into it has ended. Slots
+        freed now.
+        """
         store = self._store
         freed = store.reservations.acknowledge(client, reservation)
         if freed is not None:
@@ -365,13 +384,17 @@ class WritePath:
         return self._end(found, client)
 
     def expire(self, now: float) -> None:
-        """Reservations past their deadline: names are dropped, slots quarantined until their writers are done."""
+        """Reservations past their deadline: names are dropped, slots quarantined until their
+        writers are done.
+        """
         for found in self._store.reservations.expire(now):
             self._store.counters.add("expired_reservations")
             self._quarantine(found, self._engine_clients(found.engine) | {found.client})
 
     def client_lost(self, client: ClientId) -> None:
-        """A client's Attach stream ended: its reservations end; slots wait until its process is known to be gone."""
+        """A client's Attach stream ended: its reservations end; slots wait until its process is
+        known to be gone.
+        """
         for found in self._store.reservations.of_client(client):
             self._quarantine(found, self._engine_clients(found.engine) | {client})
 
@@ -382,7 +405,9 @@ class WritePath:
             self._store.host_tier.free(freed)
 
     def _end(self, found: Reservation, client: ClientId) -> int:
-        """The owner is done: unfilled slots are free, unless another rank's process may still copy."""
+        """The owner is done: unfilled slots are free, unless another rank's process may still
+        copy.
+        """
         others = self._engine_clients(found.engine) - {client}
         layout = self._store.namespaces.at(found.namespace).layout
         if found.slots_left and layout.ranks > 1 and others and not found.is_anonymous:
@@ -399,7 +424,9 @@ class WritePath:
         self._store.reservations.hold(found, slots, writers)
 
     def _drop_names(self, found: Reservation) -> IntArray:
-        """Forget the FILLING rows of a reservation but keep its slots; committed children are dropped."""
+        """Forget the FILLING rows of a reservation but keep its slots; committed children are
+        dropped.
+        """
         store, columns = self._store, self._store.catalog
         slots = found.slots
         for slot in slots:
@@ -418,7 +445,9 @@ NO_PARENT_ROW = -2
 
 
 def checksums_of(namespace: Namespace, views: Sequence[ByteArray]) -> UIntArray:
-    """xxh3 of every part of every block: uint64 [n, PARTS_MAX]. Runs on a worker thread, drops the GIL."""
+    """xxh3 of every part of every block: uint64 [n, PARTS_MAX]. Runs on a worker thread, drops the
+    GIL.
+    """
     parts = namespace.layout.parts
     sums = np.zeros((len(views), PARTS_MAX), np.uint64)
     for index, view in enumerate(views):

@@ -1,7 +1,9 @@
 """The control API: one gRPC method a verb, translated to the store and back.
 
-Primitives: `ControlServicer`, one coroutine a verb. It checks lengths and limits, finds the caller's session, calls
-the store, packs the answer. Typed errors become a status with metadata; anything else is our bug and fatal.
+Primitives: `ControlServicer`, one coroutine a verb. It checks lengths and limits, finds the
+caller's session, calls
+the store, packs the answer. Typed errors become a status with metadata; anything else is our bug
+and fatal.
 Owns no state but the sessions.
 """
 
@@ -98,8 +100,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         hello = first.hello
         if hello.protocol_major != wire.PROTOCOL_MAJOR:
             raise VersionMismatch(
-                f"client speaks protocol {hello.protocol_major}.{hello.protocol_minor}, this daemon "
-                f"({__version__}) speaks {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}: install the same major"
+                f"client speaks protocol {hello.protocol_major}.{hello.protocol_minor}, this "
+                f"daemon ({__version__}) speaks {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}: "
+                "install the same major"
             )
         session = self.service.sessions.open(hello)
         reader = asyncio.create_task(self._read_attached(requests, session))
@@ -186,7 +189,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
     def _pack_group(self, group: GroupMatch) -> pb.GroupMatch:
-        """Offsets and generations of what is in host (READY, or being promoted); tiers as they are now."""
+        """Offsets and generations of what is in host (READY, or being promoted); tiers as they are
+        now.
+        """
         store, rows = self.service.store, group.rows
         columns, host = store.catalog, store.host
         reply = pb.GroupMatch(blocks=group.blocks, first=group.first)
@@ -285,9 +290,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             raise InvalidRequest("reserve: give fingerprints or count, not both")
         if request.fingerprints:
             names = self._names(request.fingerprints, "fingerprints")
-            grant = writes.reserve(
-                session.client, session.engine, namespace, request.parent, names
-            )
+            grant = writes.reserve(session.client, session.engine, namespace, request.parent, names)
         else:
             count = min(request.count, self._config.limits.blocks_per_call_max)
             grant = writes.reserve_anonymous(session.client, session.engine, namespace, count)
@@ -363,7 +366,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.StatReply(json=json.dumps(self.service.statistics()))
 
     @streaming
-    async def Verify(self, request: pb.VerifyRequest, context: Any) -> AsyncIterator[pb.VerifyReply]:
+    async def Verify(
+        self, request: pb.VerifyRequest, context: Any
+    ) -> AsyncIterator[pb.VerifyReply]:
         async for progress in self.service.verify(payloads=request.payloads, fix=request.fix):
             yield pb.VerifyReply(
                 checked_blocks=progress.checked_blocks,

@@ -1,7 +1,8 @@
 """Attached client processes: who is there, who left, and when a left one is proved gone.
 
 Primitives of `Sessions`: `open`, `close`, `get`, `of_engine`, `sweep`.
-A broken stream says that a client left; only its kernel lock says that its process can write no more.
+A broken stream says that a client left; only its kernel lock says that its process can write no
+more.
 """
 
 from __future__ import annotations

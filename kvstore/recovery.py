@@ -1,0 +1,184 @@
+"""Start-up: the catalog from the NVMe index, whatever way the last life ended.
+
+Primitives: `recover(store, nvme)` → `Recovered`.
+Keeps a record only when its namespace is known, its clear count is current, its slot is its own
+and its parent is
+kept (I5, I6). Everything else leaves the index before the first write. Payloads are verified at
+their first read.
+Vectorised: linear in the records, under a second per 100,000.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.namespaces import Namespace
+from kvstore.store import Store
+from kvstore.tier.nvme import NvmeTier
+from kvstore.types import FINGERPRINT_BYTES, BoolArray, ByteArray, IntArray, ReplicaState
+
+_ROOT = -1
+_MISSING = -2
+
+
+@dataclass
+class Recovered:
+    """What a start found, in blocks. `seconds` is the wall time of it all."""
+
+    records: int = 0
+    kept: int = 0
+    unknown_namespace: int = 0
+    cleared: int = 0
+    bad_slot: int = 0
+    orphaned: int = 0
+    seconds: float = 0.0
+
+    def facts(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def recover(store: Store, nvme: NvmeTier) -> Recovered:
+    """Fill `store.namespaces` and `store.catalog` from `nvme`; drop what cannot be served."""
+    started = time.perf_counter()
+    store.namespaces.restore(
+        Namespace(
+            record.index,
+            record.namespace,
+            record.kind,
+            record.layout,
+            record.window_tokens,
+            record.label,
+            record.clear_count,
+        )
+        for record in nvme.load_namespaces()
+    )
+    _restore_clear_counts(store)
+    names, records = nvme.scan()
+    found = Recovered(records=len(records))
+    order = np.argsort(records["depth"], kind="stable")
+    names, records = names[order], records[order]
+    keep = _current(store, records, found)
+    adopted = _adopt(nvme, records, keep, found)
+    keep &= adopted
+    parents = _parents(store, names, records)
+    _drop_orphans(store, records, parents, keep, found)
+    nvme.free(records["slot"][adopted & ~keep].astype(np.int64))
+    _fill(store, names[keep], records[keep], _renumber(parents, keep))
+    _drop_records(nvme, names[~keep], records[~keep])
+    found.kept = int(np.count_nonzero(keep))
+    found.seconds = round(time.perf_counter() - started, 3)
+    return found
+
+
+def _restore_clear_counts(store: Store) -> None:
+    """Clients compare against the header's words: they must be right before anything is matched."""
+    if store.host is not None:
+        for namespace in store.namespaces:
+            store.host.directory.set_clear_count(namespace.index, namespace.clear_count)
+
+
+def _current(store: Store, records: NDArray[np.void], found: Recovered) -> BoolArray:
+    indexes = records["namespace"].astype(np.int64)
+    known = indexes < len(store.namespaces)
+    found.unknown_namespace = int(np.count_nonzero(~known))
+    counts = store.namespaces.clear_counts[np.where(known, indexes, 0)]
+    lengths = np.array([ns.layout.block_bytes for ns in store.namespaces] or [0], np.int64)
+    same = known & (records["clear_count"] == counts)
+    same &= records["length"] == lengths[np.where(known, indexes, 0)]
+    found.cleared = int(np.count_nonzero(known & ~same))
+    return same
+
+
+def _adopt(
+    nvme: NvmeTier, records: NDArray[np.void], keep: BoolArray, found: Recovered
+) -> BoolArray:
+    """Claim the records' slots, newest generation first; False where a slot is not theirs."""
+    adopted = np.zeros(len(records), np.bool_)
+    lengths = records["length"].astype(np.int64)
+    for length in np.unique(lengths[keep]).tolist():
+        chosen = np.flatnonzero(keep & (lengths == length))
+        chosen = chosen[np.argsort(records["generation"][chosen], kind="stable")[::-1]]
+        slots = records["slot"][chosen].astype(np.int64)
+        adopted[chosen] = nvme.adopt(nvme.slot_bytes_for(int(length)), slots)
+    found.bad_slot = int(np.count_nonzero(keep & ~adopted))
+    return adopted
+
+
+def _parents(store: Store, names: ByteArray, records: NDArray[np.void]) -> IntArray:
+    """Position of each record's parent, _ROOT for a chain's first block, _MISSING when it has no
+    record.
+    """
+    size = FINGERPRINT_BYTES
+    joined = names.tobytes()
+    position = {joined[at : at + size]: at // size for at in range(0, len(joined), size)}
+    for namespace in store.namespaces:
+        position[namespace.id] = _ROOT
+    parents = records["parent"].tobytes()
+    get = position.get
+    return np.array(
+        [get(parents[at : at + size], _MISSING) for at in range(0, len(parents), size)], np.int64
+    )
+
+
+def _drop_orphans(
+    store: Store, records: NDArray[np.void], parents: IntArray, keep: BoolArray, found: Recovered
+) -> None:
+    """Clear `keep` where a needed parent is not kept, until nothing changes."""
+    exempt = store.namespaces.leaf_exempt[np.where(keep, records["namespace"], 0)]
+    free = exempt | (parents == _ROOT)
+    before = int(np.count_nonzero(keep))
+    while True:
+        has_parent = free | ((parents >= 0) & keep[np.maximum(parents, 0)])
+        lost = keep & ~has_parent
+        if not lost.any():
+            break
+        keep[lost] = False
+    found.orphaned = before - int(np.count_nonzero(keep))
+
+
+def _renumber(parents: IntArray, keep: BoolArray) -> IntArray:
+    """Positions among all records → positions among the kept ones."""
+    position = np.cumsum(keep) - 1
+    kept_parents = parents[keep]
+    has_parent = kept_parents >= 0
+    result = np.full(len(kept_parents), _ROOT, np.int64)
+    result[has_parent] = position[kept_parents[has_parent]]
+    result[has_parent] = np.where(keep[kept_parents[has_parent]], result[has_parent], _ROOT)
+    return result
+
+
+def _fill(store: Store, names: ByteArray, records: NDArray[np.void], parents: IntArray) -> None:
+    """Catalog rows for the kept records; a parent precedes its children (sorted by depth)."""
+    if not len(records):
+        return
+    columns = store.catalog
+    rows = columns.add_many(
+        names,
+        parents=parents,
+        namespaces=records["namespace"],
+        clear_counts=records["clear_count"],
+        depths=records["depth"],
+        lengths=records["length"],
+    )
+    columns.checksums[rows] = records["checksums"]
+    columns.uses[rows] = records["uses"]
+    columns.set_nvme(
+        rows, ReplicaState.READY, records["slot"].astype(np.int64), records["generation"]
+    )
+    store.policy.inserted(rows, 0.0)
+
+
+def _drop_records(nvme: NvmeTier, names: ByteArray, records: NDArray[np.void]) -> None:
+    """Delete what is not kept before anything is written."""
+    if not len(records):
+        return
+    nvme.forget(
+        [
+            (name.tobytes(), int(generation))
+            for name, generation in zip(names, records["generation"], strict=True)
+        ]
+    ).result()

@@ -1,0 +1,172 @@
+"""Verification: catalog, index and segments against each other, payloads against their checksums.
+
+Primitives:
+  `Scrubber.verify`     everything once, findings as they are made; with `fix`, what is wrong
+                        leaves the store
+  `Scrubber.idle_step`  a few payloads, called when nothing else runs; goes round and round
+  `verify_offline`      the same over a data directory whose daemon is stopped
+
+Reads go to a private buffer, never into the arena. A finding is a miss for that block, not an
+alarm for the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.clock import Clock
+from kvstore.errors import DataError, TierError
+from kvstore.layout import align_up
+from kvstore.logs import get_logger
+from kvstore.store import READY, Store
+from kvstore.types import PAGE_BYTES, ByteArray, IntArray
+
+SLICE_BLOCKS = 64
+SLICE_BYTES = 32 << 20
+IDLE_BYTES = 16 << 20
+
+
+@dataclass
+class Progress:
+    """How far a verification is; `findings` are new since the last one, a line each."""
+
+    checked_blocks: int
+    total_blocks: int
+    findings: list[str] = field(default_factory=list)
+    is_done: bool = False
+
+
+class Scrubber:
+    """Verification over one store; its reads run on the worker threads."""
+
+    def __init__(self, store: Store, workers: Executor, clock: Clock) -> None:
+        self._store = store
+        self._workers = workers
+        self._clock = clock
+        self._cursor = 0
+        self._log = get_logger("scrub")
+        self.scrubbed_blocks = 0
+        self.damaged_blocks = 0
+
+    async def verify(self, *, payloads: bool, fix: bool) -> AsyncIterator[Progress]:
+        """Yield progress with findings; with `fix`, blocks that cannot be served are dropped."""
+        store = self._store
+        self._store.check_integrity()
+        nvme, columns = store.nvme, store.catalog
+        if nvme is None:
+            yield Progress(0, 0, is_done=True)
+            return
+        total = int(np.count_nonzero(columns.nvme_state[: columns.rows_end] == READY))
+        checked, start = 0, 0
+        while start < columns.rows_end:
+            rows, start = self._slice(start, payloads)
+            bad = await self._check(rows, payloads)
+            if fix:
+                for row in bad:
+                    store.condemn_damaged(row, "checksum")
+            checked += len(rows)
+            yield Progress(checked, max(total, checked), list(bad.values()))
+        loop = asyncio.get_running_loop()
+        strays = await loop.run_in_executor(self._workers, nvme.stray_records, self._known_names())
+        findings = [
+            f"record {name.hex()[:16]}… is in the index, not in the catalog" for name in strays
+        ]
+        if fix and strays:
+            await asyncio.wrap_future(nvme.forget([(name, None) for name in strays]))
+        yield Progress(checked, max(total, checked), findings, is_done=True)
+
+    def _known_names(self) -> set[bytes]:
+        columns = self._store.catalog
+        rows = np.flatnonzero(columns.nvme_state[: columns.rows_end] != 0)
+        return {name.tobytes() for name in columns.fingerprints[rows]}
+
+    def _slice(self, start: int, payloads: bool) -> tuple[IntArray, int]:
+        """READY NVMe rows from `start` on, bounded in number and (with payloads) bytes; where to
+        go on.
+        """
+        columns = self._store.catalog
+        stop = min(start + 4096, columns.rows_end)
+        rows = np.arange(start, stop, dtype=np.int64)
+        rows = rows[columns.nvme_state[rows] == READY]
+        if payloads and len(rows):
+            sizes = np.cumsum(columns.length[rows].astype(np.int64))
+            most = max(1, int(np.searchsorted(sizes, SLICE_BYTES, side="right")))
+            most = min(most, SLICE_BLOCKS)
+            if most < len(rows):
+                return rows[:most], int(rows[most])
+        return rows, stop
+
+    async def _check(self, rows: IntArray, payloads: bool) -> dict[int, str]:
+        """row → finding, for those that do not hold what they should."""
+        store, columns, nvme = self._store, self._store.catalog, self._store.nvme
+        if nvme is None or not len(rows):
+            return {}
+        columns.pins[rows] += 1
+        try:
+            jobs = [
+                (
+                    columns.fingerprints[row].tobytes(),
+                    int(columns.nvme_slot[row]),
+                    int(columns.nvme_generation[row]),
+                    store.namespaces.at(int(columns.namespace[row])).layout,
+                    columns.checksums[row].copy(),
+                )
+                for row in rows.tolist()
+            ]
+            loop = asyncio.get_running_loop()
+            findings = await loop.run_in_executor(self._workers, self._read_all, jobs, payloads)
+        finally:
+            columns.pins[rows] -= 1
+        return {
+            row: finding
+            for row, finding in zip(rows.tolist(), findings, strict=True)
+            if finding is not None
+        }
+
+    def _read_all(
+        self, jobs: list[tuple[bytes, int, int, object, ByteArray]], payloads: bool
+    ) -> list[str | None]:
+        """Worker thread: one finding or None a block."""
+        nvme = self._store.nvme
+        assert nvme is not None
+        findings: list[str | None] = []
+        buffer = np.empty(0, np.uint8)
+        for name, slot, generation, layout, checksums in jobs:
+            label = f"block {name.hex()[:16]}… in slot {slot}"
+            finding: str | None = None
+            try:
+                nvme.check_record(name, slot, generation)
+                if payloads:
+                    if len(buffer) < layout.slot_bytes:  # type: ignore[attr-defined]
+                        buffer = aligned(layout.slot_bytes)  # type: ignore[attr-defined]
+                    nvme.check_frame(name, slot, generation)
+                    nvme.read_parts(slot, layout.parts, buffer, checksums)  # type: ignore[attr-defined]
+            except (DataError, TierError) as error:
+                finding = f"{label}: {error}"
+            findings.append(finding)
+        return findings
+
+    async def idle_step(self) -> None:
+        """Verify the next few payloads; what is damaged leaves the store and is counted."""
+        columns = self._store.catalog
+        if self._cursor >= columns.rows_end:
+            self._cursor = 0
+        rows, self._cursor = self._slice(self._cursor, payloads=True)
+        bad = await self._check(rows, payloads=True)
+        self.scrubbed_blocks += len(rows)
+        self.damaged_blocks += len(bad)
+        for row, finding in bad.items():
+            self._log.warning("a block on NVMe is damaged", finding=finding)
+            self._store.condemn_damaged(row, "checksum")
+
+
+def aligned(length: int) -> ByteArray:
+    """A page-aligned buffer of at least `length` bytes, for direct reads."""
+    raw = np.empty(align_up(length, PAGE_BYTES) + PAGE_BYTES, np.uint8)
+    skew = -raw.ctypes.data % PAGE_BYTES
+    return raw[skew : skew + align_up(length, PAGE_BYTES)]
