@@ -36,7 +36,7 @@ VERIFY_SECONDS_MAX = 24 * 3600.0
 app = App(
     name="kvstore",
     help="Keeps the prefix KV blocks of LLM servers in shared memory and on NVMe.",
-    help_epilogue="Start with `kvstore serve`, look with `kvstore stat`; nothing needs configuring.",
+    help_epilogue="Start with `kvstore serve`, look with `kvstore stat`. No configuration needed.",
     version=lambda: f"kvstore {version('kvstore')}",
 )
 

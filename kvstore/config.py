@@ -22,12 +22,13 @@ from msgspec import Meta
 from kvstore.types import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvstore.units import GIB, KIB, MIB, format_bytes
 
+SIZE_BYTES_MAX = 1 << 50
 SOCKET_PATH_BYTES_MAX = 107
 """What the kernel's sockaddr_un holds, less its closing zero."""
 
 
 def _size(description: str, least: int = 0) -> Meta:
-    return Meta(description=description, ge=least, le=1 << 50, extra={"unit": "bytes"})
+    return Meta(description=description, ge=least, le=SIZE_BYTES_MAX, extra={"unit": "bytes"})
 
 
 def _time(description: str, most: float = 86400.0) -> Meta:

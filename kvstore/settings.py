@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from kvstore.config import Config
+from kvstore.config import SIZE_BYTES_MAX, Config
 from kvstore.units import format_bytes, format_seconds
 
 ENVIRONMENT_PREFIX = "KVSTORE_"
@@ -59,7 +59,8 @@ class Setting:
         write = writers.get(self.unit, str)
         kind = {"bytes": "a size", "seconds": "a time"}.get(self.unit, "a number")
         least = f"from {write(meta.ge)}" if meta.ge is not None else "above 0"
-        return f"{kind} {least} up to {write(meta.le)}"
+        is_open = meta.le == SIZE_BYTES_MAX and self.unit == "bytes"
+        return f"{kind} {least}" + ("" if is_open else f" up to {write(meta.le)}")
 
 
 @cache
@@ -83,9 +84,12 @@ def settings() -> Mapping[str, Setting]:
 
 
 def shown(setting: Setting, value: Any) -> str:
-    """A setting's value as people write it."""
-    is_size = setting.unit == "bytes" and isinstance(value, int)
-    return format_bytes(value) if is_size else str(value)
+    """A value as a configuration file has it: "64 MiB" and "10s" in quotes, true, 4."""
+    if setting.unit == "bytes":
+        return json.dumps(format_bytes(value)) if value else "0"
+    if setting.unit == "seconds":
+        return json.dumps(format_seconds(value))
+    return json.dumps(value, ensure_ascii=False)
 
 
 def section_help(section: str) -> str:
@@ -121,12 +125,4 @@ def _toml_lines(config: Config | None, sources: Mapping[str, str]) -> Iterator[s
             break_on_hyphens=False,
         )
         source = f"  # from {sources[setting.key]}" if setting.key in sources else ""
-        yield f"{setting.name} = {_toml_value(setting, value)}{source}"
-
-
-def _toml_value(setting: Setting, value: Any) -> str:
-    if setting.unit == "bytes":
-        return json.dumps(format_bytes(value)) if value else "0"
-    if setting.unit == "seconds":
-        return json.dumps(format_seconds(value))
-    return json.dumps(value, ensure_ascii=False)
+        yield f"{setting.name} = {shown(setting, value)}{source}"

@@ -34,11 +34,9 @@ def parse_bytes(value: object) -> int:
 
 def format_bytes(value: int) -> str:
     """Shortest exact text that `parse_bytes` reads back: 1536 MiB, 10 GB, 4097 B."""
-    for units in (_BINARY, _DECIMAL):
-        for unit, factor in units.items():
-            if value and value % factor == 0:
-                return f"{value // factor} {unit}"
-    return f"{value} B" if value else "0"
+    units = {**_BINARY, **_DECIMAL, "B": 1}.items()
+    number, unit = min((value // factor, unit) for unit, factor in units if value % factor == 0)
+    return f"{number} {unit}" if number else "0"
 
 
 def parse_seconds(value: object) -> float:
