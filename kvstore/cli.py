@@ -107,10 +107,13 @@ def serve(
         }
     )
     logs.configure(config.daemon.log_level, config.daemon.log_format)
-    logs.get_logger("cli").info("starting", **_chosen(config, sources))
+    log = logs.get_logger("cli")
+    log.info("starting", **_chosen(config, sources))
     from kvstore.daemon import serve as serve_daemon
 
-    return int(serve_daemon(config))
+    code = serve_daemon(config, lambda daemon: log.info("serving", socket=config.daemon.socket))
+    logs.tell_held_back(everything=True)
+    return code
 
 
 def _chosen(config: Config, sources: Mapping[str, str]) -> dict[str, object]:

@@ -11,6 +11,7 @@ and variables, `settings` describes what is declared here.
 
 from __future__ import annotations
 
+import grp
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -152,6 +153,11 @@ class HostConfig(_Section, frozen=True):
             regions = min(range(fewest, 2 * fewest + 1), key=lambda count: slabs % count)
             resolve(self, "region_bytes", slabs // regions * self.slab_bytes)
             resolve(self, "bytes", min(regions * self.region_bytes, self.bytes))
+
+    @property
+    def gid(self) -> int | None:
+        """Number of `group`; None without one. KeyError if it does not exist (see `conflicts`)."""
+        return grp.getgrnam(self.group).gr_gid if self.group else None
 
     @property
     def regions(self) -> int:
@@ -298,8 +304,18 @@ def conflicts(config: Config) -> Iterator[tuple[str, str, str]]:
             f"the path has {len(socket)} bytes, a Unix socket takes {SOCKET_PATH_BYTES_MAX}",
             "choose a shorter path",
         )
+    if host.group and not _has_group(host.group):
+        yield "host.group", "there is no such group", "create it, or leave it empty"
     if not Path(host.directory).is_absolute():
         yield "host.directory", "is not an absolute path", "name a tmpfs, for example /dev/shm"
+
+
+def _has_group(name: str) -> bool:
+    try:
+        grp.getgrnam(name)
+    except KeyError:
+        return False
+    return True
 
 
 def _slot_conflicts(host: HostConfig) -> Iterator[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from kvstore.clock import Clock, SystemClock
 
@@ -97,8 +97,8 @@ class Logger:
         _output.write("error", self.name, event, self._facts | facts)
 
     def exception(self, event: str, **facts: object) -> None:
-        """An error with the traceback of the exception being handled."""
-        _output.write("error", self.name, event, self._facts | facts | {"exc_info": True})
+        """An error with the traceback of the exception being handled, or of `exc_info`."""
+        _output.write("error", self.name, event, {"exc_info": True} | self._facts | facts)
 
 
 def get_logger(name: str) -> Logger:
@@ -157,7 +157,7 @@ class _Output:
         if self._sink is not None:
             self._sink(level, event, {"logger": name, **facts})
             return
-        exc_info = bool(facts.get("exc_info"))
+        exc_info: Any = facts.get("exc_info")
         shown = " ".join(f"{key}={value}" for key, value in facts.items() if key != "exc_info")
         logger = logging.getLogger(f"kvstore.{name}")
         logger.log(LEVELS[level], "%s %s", event, shown, exc_info=exc_info)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grp
+import os
 import runpy
 import tomllib
 from pathlib import Path
@@ -222,6 +224,7 @@ def test_a_file_that_is_missing_or_malformed_is_refused_by_name(tmp_path: Path) 
         ({"host.slot_bytes_min": "128MiB"}, "host.slot_bytes_min", "up to host.slab_bytes"),
         ({"host.bytes": "64TiB", "host.slot_bytes_min": "4KiB"}, "host.slot_bytes_min", "raise it"),
         ({"host.staging_slots_min": "65536"}, "host.staging_slots_min", "lower it"),
+        ({"host.group": "no-such-group-here"}, "host.group", "create it"),
         ({"host.directory": "shm"}, "host.directory", "/dev/shm"),
         ({"nvme.segment_bytes": "2097153"}, "nvme.segment_bytes", "multiple of 4 KiB"),
         (
@@ -277,6 +280,12 @@ def test_automatic_geometry_of_the_defaults() -> None:
     assert (host.region_bytes, host.slab_bytes, host.regions) == (GIB, 64 * MIB, 1)
     assert host.write_pool_bytes_per_client_max == 256 * MIB
     assert HostConfig(bytes=64 * MIB).write_pool_bytes_per_client_max == 16 * MIB
+
+
+def test_the_group_is_known_by_its_number() -> None:
+    own = grp.getgrgid(os.getgid())
+    assert HostConfig(group=own.gr_name).gid == own.gr_gid
+    assert HostConfig().gid is None
 
 
 # ---------------------------------------------------------------- declarations

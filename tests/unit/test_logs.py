@@ -123,6 +123,18 @@ def test_a_traceback_comes_along(clock: VirtualClock) -> None:
     assert "LookupError: gone" in str(lines(stream)[0]["exception"])
 
 
+def test_a_traceback_of_an_exception_kept_for_later(
+    clock: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = LookupError("gone")
+    logs.get_logger("a").exception("before", exc_info=error)
+    assert "LookupError: gone" in caplog.text
+    stream = io.StringIO()
+    logs.configure(stream=stream, clock=clock)
+    logs.get_logger("a").exception("after", exc_info=error)
+    assert "LookupError: gone" in str(lines(stream)[0]["exception"])
+
+
 def test_other_libraries_come_along_with_the_same_limit(clock: VirtualClock) -> None:
     stream = io.StringIO()
     logs.configure(stream=stream, clock=clock)
