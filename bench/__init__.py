@@ -1,0 +1,1 @@
+"""Benchmarks: one module a suite, run by `make bench SUITE=NAME`; figures in `bench/out/`."""
