@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
-import json
 import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -28,17 +25,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.arena import Arena
-from kvstore.blockio import DirectIO
-from kvstore.catalog import Catalog
+from kvstore.assembly import FileLock, lock_data, make_store, new_id, open_host, open_nvme
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import Config
-from kvstore.directory import DirectoryWriter, header_bytes
-from kvstore.errors import ConfigError, InvariantViolated, KVStoreError
-from kvstore.lease import LeaseTable, ReservationTable
+from kvstore.errors import InvariantViolated, KVStoreError
 from kvstore.logs import get_logger
 from kvstore.mover import Mover
-from kvstore.namespaces import NamespaceTable
-from kvstore.policy import VictimPicker, make_policy
+from kvstore.policy import VictimPicker
 from kvstore.recovery import Recovered, recover
 from kvstore.room import Room
 from kvstore.rpc import control_pb2, control_pb2_grpc
@@ -46,10 +39,7 @@ from kvstore.rpc.server import ControlServicer
 from kvstore.rpc.sessions import Sessions
 from kvstore.scrub import Scrubber
 from kvstore.service import Service
-from kvstore.slab import SlabPool
 from kvstore.store import Store
-from kvstore.tier.host import HostTier
-from kvstore.tier.nvme import NvmeTier
 from kvstore.writebehind import WriteBehind
 from kvstore.writes import WritePath
 
@@ -59,35 +49,13 @@ WATCHDOG_EXTRA_SECONDS = 4.0
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 
 
-class FileLock:
-    """An exclusive kernel lock on a file that says who holds it; gone with the process."""
-
-    def __init__(self, path: Path, facts: dict[str, object]) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(self._fd, 4096, 0).decode(errors="replace")
-            os.close(self._fd)
-            raise ConfigError(
-                f"{path.parent} is in use by another daemon ({owner.strip() or 'starting'}); "
-                "stop it, or choose another daemon.data_dir and daemon.name"
-            ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(facts).encode(), 0)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
 class Daemon:
     """One life of the daemon on the running loop."""
 
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self.config = config
         self.clock = clock or SystemClock()
-        self.boot_id = secrets.randbits(63) | 1
+        self.boot_id = new_id()
         self.service: Service
         self.recovered: Recovered | None = None
         self._locks: list[FileLock] = []
@@ -103,9 +71,9 @@ class Daemon:
         """Everything up to SERVING. Raises ConfigError, TierError; then nothing is left behind."""
         try:
             self._take_locks()
-            nvme = self._open_nvme()
-            host = self._open_host()
-            store = self._make_store(host, nvme)
+            nvme = open_nvme(self.config, self.clock) if self.config.nvme.enabled else None
+            host = open_host(self.config, self.boot_id) if self.config.host.bytes else None
+            store = make_store(self.config, host, nvme)
             if nvme is not None:
                 self.recovered = recover(store, nvme)
                 self._log.info("recovered", **self.recovered.facts())
@@ -119,78 +87,9 @@ class Daemon:
 
     def _take_locks(self) -> None:
         socket = self.config.daemon.socket_path
-        facts: dict[str, object] = {
-            "pid": os.getpid(),
-            "socket": str(socket),
-            "arena": str(self.config.arena_directory),
-        }
         if self.config.nvme.enabled:
-            self._locks.append(FileLock(Path(self.config.daemon.data_dir) / "LOCK", facts))
-        self._locks.append(FileLock(socket.with_name(socket.name + ".lock"), facts))
-
-    def _open_nvme(self) -> NvmeTier | None:
-        if not self.config.nvme.enabled:
-            return None
-        return NvmeTier.open(
-            Path(self.config.daemon.data_dir),
-            config=self.config.nvme,
-            io=DirectIO(direct=self.config.nvme.direct),
-            clock=self.clock,
-        )
-
-    def _open_host(self) -> HostTier | None:
-        host = self.config.host
-        if not host.bytes:
-            return None
-        pool = SlabPool(
-            host.bytes // host.slab_bytes,
-            host.slab_bytes,
-            host.slot_bytes_min,
-            slabs_per_region=host.region_bytes // host.slab_bytes,
-            staging_share=host.staging_share,
-            staging_slots_min=host.staging_slots_min,
-        )
-        namespaces_max = self.config.limits.namespaces_max
-        arena = Arena.create(
-            self.config.arena_directory,
-            bytes_total=host.bytes,
-            region_bytes=host.region_bytes,
-            header_bytes=header_bytes(pool.slots_max, namespaces_max),
-            mode=0o660 if host.group else 0o600,
-            gid=host.gid,
-        )
-        directory = DirectoryWriter(
-            arena.header.array,
-            slots=pool.slots_max,
-            namespaces_max=namespaces_max,
-            boot_id=self.boot_id,
-        )
-        return HostTier(pool, arena, directory)
-
-    def _make_store(self, host: HostTier | None, nvme: NvmeTier | None) -> Store:
-        lease = self.config.lease
-        catalog = Catalog(
-            host_slots=host.pool.slots_max if host is not None else 0,
-            nvme_slots=nvme.pool.slots_max if nvme is not None else 0,
-        )
-        ids = iter(lambda: secrets.randbits(63) | 1, 0)
-        return Store(
-            config=self.config,
-            catalog=catalog,
-            leases=LeaseTable(
-                catalog,
-                lambda: next(ids),
-                blocks_max=lease.blocks_max,
-                leases_per_client_max=lease.leases_per_client_max,
-            ),
-            reservations=ReservationTable(
-                lambda: next(ids), quarantine_bytes_max=lease.quarantine_bytes_per_client_max
-            ),
-            namespaces=NamespaceTable(self.config.limits.namespaces_max),
-            policy=make_policy(self.config.policy.name, catalog),
-            host=host,
-            nvme=nvme,
-        )
+            self._locks.append(lock_data(self.config))
+        self._locks.append(FileLock(socket.with_name(socket.name + ".lock"), {"pid": os.getpid()}))
 
     def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvstore-{name}")
@@ -222,7 +121,7 @@ class Daemon:
             writes,
             mover,
             write_behind,
-            Scrubber(store, helpers, self.clock),
+            Scrubber(store, helpers),
             sessions,
             helpers,
             self.boot_id,
@@ -241,8 +140,8 @@ class Daemon:
         while not self._stop.is_set() and arena.collapse_next():
             pass
 
-    def _start_task(self, work: Callable[..., object] | object) -> None:
-        task = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(self._task_ended)
         self._tasks.append(task)
 

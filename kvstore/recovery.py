@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.logs import get_logger
 from kvstore.namespaces import Namespace
 from kvstore.store import Store
 from kvstore.tier.nvme import NvmeTier
@@ -40,6 +41,20 @@ class Recovered:
     def facts(self) -> dict[str, object]:
         return asdict(self)
 
+    def findings(self) -> list[str]:
+        """What was dropped, a line a reason."""
+        reasons = {
+            "unknown_namespace": "of a namespace nobody declared",
+            "cleared": "older than a clear of their namespace",
+            "bad_slot": "whose slot belongs to another block",
+            "orphaned": "whose parent is not on NVMe",
+        }
+        return [
+            f"{count} records {text}"
+            for name, text in reasons.items()
+            if (count := getattr(self, name))
+        ]
+
 
 def recover(store: Store, nvme: NvmeTier) -> Recovered:
     """Fill `store.namespaces` and `store.catalog` from `nvme`; drop what cannot be served."""
@@ -57,6 +72,10 @@ def recover(store: Store, nvme: NvmeTier) -> Recovered:
         for record in nvme.load_namespaces()
     )
     _restore_clear_counts(store)
+    if nvme.rebuild_reason:
+        get_logger("recovery").warning("rebuilding the index", reason=nvme.rebuild_reason)
+        for _ in nvme.rebuild_from_frames():
+            pass
     names, records = nvme.scan()
     found = Recovered(records=len(records))
     order = np.argsort(records["depth"], kind="stable")
@@ -69,6 +88,7 @@ def recover(store: Store, nvme: NvmeTier) -> Recovered:
     nvme.free(records["slot"][adopted & ~keep].astype(np.int64))
     _fill(store, names[keep], records[keep], _renumber(parents, keep))
     _drop_records(nvme, names[~keep], records[~keep])
+    nvme.finish_recovery()
     found.kept = int(np.count_nonzero(keep))
     found.seconds = round(time.perf_counter() - started, 3)
     return found
@@ -96,14 +116,13 @@ def _current(store: Store, records: NDArray[np.void], found: Recovered) -> BoolA
 def _adopt(
     nvme: NvmeTier, records: NDArray[np.void], keep: BoolArray, found: Recovered
 ) -> BoolArray:
-    """Claim the records' slots, newest generation first; False where a slot is not theirs."""
+    """Claim the records' slots, newest write first; False where a slot is not theirs."""
+    chosen = np.flatnonzero(keep)
+    chosen = chosen[np.argsort(records["generation"][chosen], kind="stable")[::-1]]
     adopted = np.zeros(len(records), np.bool_)
-    lengths = records["length"].astype(np.int64)
-    for length in np.unique(lengths[keep]).tolist():
-        chosen = np.flatnonzero(keep & (lengths == length))
-        chosen = chosen[np.argsort(records["generation"][chosen], kind="stable")[::-1]]
-        slots = records["slot"][chosen].astype(np.int64)
-        adopted[chosen] = nvme.adopt(nvme.slot_bytes_for(int(length)), slots)
+    adopted[chosen] = nvme.adopt(
+        records["slot"][chosen].astype(np.int64), records["length"][chosen].astype(np.int64)
+    )
     found.bad_slot = int(np.count_nonzero(keep & ~adopted))
     return adopted
 

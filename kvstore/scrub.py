@@ -4,7 +4,6 @@ Primitives:
   `Scrubber.verify`     everything once, findings as they are made; with `fix`, what is wrong
                         leaves the store
   `Scrubber.idle_step`  a few payloads, called when nothing else runs; goes round and round
-  `verify_offline`      the same over a data directory whose daemon is stopped
 
 Reads go to a private buffer, never into the arena. A finding is a miss for that block, not an
 alarm for the others.
@@ -19,16 +18,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.clock import Clock
+from kvstore.blockio import page_aligned
 from kvstore.errors import DataError, TierError
-from kvstore.layout import align_up
+from kvstore.layout import BlockLayout
 from kvstore.logs import get_logger
 from kvstore.store import READY, Store
-from kvstore.types import PAGE_BYTES, ByteArray, IntArray
+from kvstore.tier.nvme import NvmeTier
+from kvstore.types import IntArray, UIntArray
 
 SLICE_BLOCKS = 64
 SLICE_BYTES = 32 << 20
-IDLE_BYTES = 16 << 20
 
 
 @dataclass
@@ -41,13 +40,23 @@ class Progress:
     is_done: bool = False
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What one block must look like."""
+
+    name: bytes
+    slot: int
+    generation: int
+    layout: BlockLayout
+    checksums: UIntArray
+
+
 class Scrubber:
     """Verification over one store; its reads run on the worker threads."""
 
-    def __init__(self, store: Store, workers: Executor, clock: Clock) -> None:
+    def __init__(self, store: Store, workers: Executor) -> None:
         self._store = store
         self._workers = workers
-        self._clock = clock
         self._cursor = 0
         self._log = get_logger("scrub")
         self.scrubbed_blocks = 0
@@ -67,18 +76,31 @@ class Scrubber:
             rows, start = self._slice(start, payloads)
             bad = await self._check(rows, payloads)
             if fix:
-                for row in bad:
-                    store.condemn_damaged(row, "checksum")
+                await self._drop(list(bad))
             checked += len(rows)
             yield Progress(checked, max(total, checked), list(bad.values()))
         loop = asyncio.get_running_loop()
         strays = await loop.run_in_executor(self._workers, nvme.stray_records, self._known_names())
         findings = [
-            f"record {name.hex()[:16]}… is in the index, not in the catalog" for name in strays
+            f"record {name.hex()[:16]}… is in the index, not in the catalog" for name, _ in strays
         ]
         if fix and strays:
-            await asyncio.wrap_future(nvme.forget([(name, None) for name in strays]))
+            await asyncio.wrap_future(nvme.forget(strays))
         yield Progress(checked, max(total, checked), findings, is_done=True)
+
+    async def _drop(self, rows: list[int]) -> None:
+        """Damaged blocks and what is reachable only through them leave catalog and index."""
+        store, columns, nvme = self._store, self._store.catalog, self._store.nvme
+        for row in rows:
+            doomed = store.descent_of(row)
+            records = [
+                (columns.fingerprints[item].tobytes(), int(columns.nvme_generation[item]))
+                for item in doomed.tolist()
+                if columns.nvme_state[item] == READY
+            ]
+            store.condemn(doomed, "checksum")
+            if nvme is not None and records:
+                await asyncio.wrap_future(nvme.forget(records))
 
     def _known_names(self) -> set[bytes]:
         columns = self._store.catalog
@@ -109,7 +131,7 @@ class Scrubber:
         columns.pins[rows] += 1
         try:
             jobs = [
-                (
+                _Job(
                     columns.fingerprints[row].tobytes(),
                     int(columns.nvme_slot[row]),
                     int(columns.nvme_generation[row]),
@@ -119,7 +141,9 @@ class Scrubber:
                 for row in rows.tolist()
             ]
             loop = asyncio.get_running_loop()
-            findings = await loop.run_in_executor(self._workers, self._read_all, jobs, payloads)
+            findings = await loop.run_in_executor(
+                self._workers, self._read_all, nvme, jobs, payloads
+            )
         finally:
             columns.pins[rows] -= 1
         return {
@@ -128,27 +152,21 @@ class Scrubber:
             if finding is not None
         }
 
-    def _read_all(
-        self, jobs: list[tuple[bytes, int, int, object, ByteArray]], payloads: bool
-    ) -> list[str | None]:
+    def _read_all(self, nvme: NvmeTier, jobs: list[_Job], payloads: bool) -> list[str | None]:
         """Worker thread: one finding or None a block."""
-        nvme = self._store.nvme
-        assert nvme is not None
         findings: list[str | None] = []
         buffer = np.empty(0, np.uint8)
-        for name, slot, generation, layout, checksums in jobs:
-            label = f"block {name.hex()[:16]}… in slot {slot}"
-            finding: str | None = None
+        for job in jobs:
+            if payloads and len(buffer) < job.layout.slot_bytes:
+                buffer = page_aligned(job.layout.slot_bytes)
             try:
-                nvme.check_record(name, slot, generation)
+                nvme.check_record(job.name, job.slot, job.generation)
                 if payloads:
-                    if len(buffer) < layout.slot_bytes:  # type: ignore[attr-defined]
-                        buffer = aligned(layout.slot_bytes)  # type: ignore[attr-defined]
-                    nvme.check_frame(name, slot, generation)
-                    nvme.read_parts(slot, layout.parts, buffer, checksums)  # type: ignore[attr-defined]
+                    nvme.check_frame(job.name, job.slot, job.generation)
+                    nvme.read_parts(job.slot, job.layout.parts, buffer, job.checksums)
+                findings.append(None)
             except (DataError, TierError) as error:
-                finding = f"{label}: {error}"
-            findings.append(finding)
+                findings.append(f"block {job.name.hex()[:16]}… in slot {job.slot}: {error}")
         return findings
 
     async def idle_step(self) -> None:
@@ -160,13 +178,6 @@ class Scrubber:
         bad = await self._check(rows, payloads=True)
         self.scrubbed_blocks += len(rows)
         self.damaged_blocks += len(bad)
-        for row, finding in bad.items():
+        for finding in bad.values():
             self._log.warning("a block on NVMe is damaged", finding=finding)
-            self._store.condemn_damaged(row, "checksum")
-
-
-def aligned(length: int) -> ByteArray:
-    """A page-aligned buffer of at least `length` bytes, for direct reads."""
-    raw = np.empty(align_up(length, PAGE_BYTES) + PAGE_BYTES, np.uint8)
-    skew = -raw.ctypes.data % PAGE_BYTES
-    return raw[skew : skew + align_up(length, PAGE_BYTES)]
+        await self._drop(list(bad))

@@ -17,7 +17,6 @@ from concurrent.futures import Executor
 
 import numpy as np
 
-from kvstore import __version__
 from kvstore.catalog import ABSENT_ROW
 from kvstore.clock import Clock
 from kvstore.config import Config
@@ -41,6 +40,7 @@ from kvstore.types import (
     ReservationId,
     UIntArray,
 )
+from kvstore.version import VERSION
 from kvstore.writebehind import WriteBehind
 from kvstore.writes import WritePath
 
@@ -49,6 +49,7 @@ SLOW_TICK_SECONDS = 0.5
 SLICES_SECONDS_MAX = 0.001
 """Longest stretch of background work in one step of the loop."""
 INTEGRITY_EVERY_SECONDS = 60.0
+SHRINK_SLOTS_MAX = 32
 
 
 class Service:
@@ -157,7 +158,8 @@ class Service:
         if self.store.nvme is not None and layout.slot_bytes + PAGE_BYTES > room:
             raise InvalidRequest(
                 f"a block of {layout.slot_bytes} bytes does not fit into "
-                f"nvme.segment_bytes={room}; raise it (in a new data directory) or use fewer tokens a block"
+                f"nvme.segment_bytes={room}; raise it (in a new data directory) or use "
+                "fewer tokens a block"
             )
 
     def touch_soon(self) -> None:
@@ -313,7 +315,7 @@ class Service:
                 if self.store.host is not None:
                     self.store.host.recheck()
                 if self.store.nvme is not None:
-                    self.store.nvme.tend()
+                    self._shrink_nvme(self.store.nvme.tend(), now)
 
     def _work_in_slices(self, now: float) -> None:
         end = time.perf_counter() + SLICES_SECONDS_MAX
@@ -329,6 +331,12 @@ class Service:
             except StopIteration:
                 self._integrity = None
                 self._integrity_at = now + INTEGRITY_EVERY_SECONDS
+
+    def _shrink_nvme(self, slots: IntArray, now: float) -> None:
+        """Blocks in slots beyond what the disk allows leave with their descendants, some a call."""
+        rows = self.store.catalog.nvme_rows_of(slots[:SHRINK_SLOTS_MAX])
+        for row in rows[rows != ABSENT_ROW].tolist():
+            self.store.condemn(self.store.descent_of(row), "over_cap")
 
     async def drain(self) -> None:
         """Refuse new calls and finish write-behind within daemon.drain_seconds."""
@@ -355,7 +363,7 @@ class Service:
         """The whole tree, for `kvstore stat` and metrics. Keys are stable."""
         store = self.store
         return {
-            "version": __version__,
+            "version": VERSION,
             "boot_id": f"{self.boot_id:016x}",
             "uptime_seconds": round(self.now() - self._started, 3),
             "health": self.health() or ["ok"],

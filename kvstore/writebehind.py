@@ -91,6 +91,7 @@ class WriteBehind:
         self._progress = asyncio.Event()
         self._inflight = 0
         self._is_draining = False
+        self._drained = asyncio.Event()
         self._deleting: set[asyncio.Task[None]] = set()
         self._budget = WriteBudget(store.config.nvme.write_bytes_per_hour_max, clock())
         self._log = get_logger("writebehind")
@@ -185,6 +186,7 @@ class WriteBehind:
             if not self._queue:
                 self._tell()
                 if self._is_draining:
+                    self._drained.set()
                     return
                 self._work.clear()
                 await self._work.wait()
@@ -354,11 +356,17 @@ class WriteBehind:
         self._deleting.add(task)
         task.add_done_callback(self._deleting.discard)
 
+    async def delete_records(self, rows: IntArray) -> None:
+        """Their records leave the index, durably when this returns; replicas and slots stay."""
+        columns = self._store.catalog
+        held = rows[columns.nvme_state[rows] != ABSENT]
+        names = [columns.fingerprints[row].tobytes() for row in held]
+        generations = columns.nvme_generation[held].tolist()
+        await asyncio.wrap_future(self._nvme.forget(list(zip(names, generations, strict=True))))
+
     async def _delete(self, rows: IntArray) -> None:
         columns = self._store.catalog
-        names = [columns.fingerprints[row].tobytes() for row in rows]
-        generations = columns.nvme_generation[rows].tolist()
-        await asyncio.wrap_future(self._nvme.forget(list(zip(names, generations, strict=True))))
+        await self.delete_records(rows)
         while (columns.pins[rows] > 0).any():
             await asyncio.sleep(0.01)
         slots = columns.nvme_slot[rows].copy()
@@ -416,3 +424,7 @@ class WriteBehind:
         """Finish what is queued, then let `run` return."""
         self._is_draining = True
         self._work.set()
+
+    async def drained(self) -> None:
+        """Returns when everything queued before `drain` is durable or skipped."""
+        await self._drained.wait()

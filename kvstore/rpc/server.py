@@ -13,20 +13,12 @@ import asyncio
 import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from kvstore import __version__
 from kvstore.config import Config
-from kvstore.errors import (
-    Draining,
-    InvalidRequest,
-    KVStoreError,
-    LeaseUnknown,
-    Overloaded,
-    VersionMismatch,
-)
+from kvstore.errors import InvalidRequest, KVStoreError, VersionMismatch
 from kvstore.layout import BlockLayout
 from kvstore.mover import LoadStream
 from kvstore.namespaces import Namespace
@@ -35,9 +27,9 @@ from kvstore.rpc import control_pb2_grpc, status, wire
 from kvstore.rpc.sessions import Session
 from kvstore.service import Service
 from kvstore.store import READY, GroupMatch
-from kvstore.types import IntArray, ReservationId, Tier, UIntArray
+from kvstore.types import FINGERPRINT_BYTES, IntArray, ReservationId, Tier, UIntArray
+from kvstore.version import VERSION
 
-Handler = TypeVar("Handler", bound=Callable[..., Any])
 _NO_OFFSETS = np.uint64(wire.NO_OFFSET)
 
 
@@ -101,7 +93,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         if hello.protocol_major != wire.PROTOCOL_MAJOR:
             raise VersionMismatch(
                 f"client speaks protocol {hello.protocol_major}.{hello.protocol_minor}, this "
-                f"daemon ({__version__}) speaks {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}: "
+                f"daemon ({VERSION}) speaks {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}: "
                 "install the same major"
             )
         session = self.service.sessions.open(hello)
@@ -135,7 +127,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             read_lease_seconds=config.lease.read_seconds,
             write_lease_seconds=config.lease.write_seconds,
             lease_blocks_max=config.lease.blocks_max,
-            version=__version__,
+            version=VERSION,
         )
 
     # ------------------------------------------------------------------ namespaces
@@ -218,34 +210,29 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         yield pb.LoadReply(
             grants=[self._pack_group(group) for group in stream.groups],
             short_reason=stream.short_reason,
-            **self._announce(stream),
         )
         while not stream.is_done:
             left = deadline - self.service.now()
             try:
                 await asyncio.wait_for(stream.changed.wait(), max(left, 0.0))
             except TimeoutError:
-                yield pb.LoadReply(done=True, short_reason="deadline", **self._announce(stream))
-                return
-            reply = pb.LoadReply(**self._announce(stream))
-            if stream.is_done:
-                reply.done, reply.short_reason = True, stream.short_reason
-            yield reply
-            if reply.done:
-                return
-        yield pb.LoadReply(done=True, short_reason=stream.short_reason, **self._announce(stream))
+                stream.short_reason = "deadline"
+                break
+            if not stream.is_done:
+                yield self._announce(stream)
+        last = self._announce(stream)
+        last.done, last.short_reason = True, stream.short_reason
+        yield last
 
     @staticmethod
-    def _announce(stream: LoadStream) -> dict[str, bytes]:
+    def _announce(stream: LoadStream) -> pb.LoadReply:
+        """What became readable, or failed, since the last message."""
         ready, failed = stream.take()
-        return {
-            "ready": np.array(ready, wire.READY).tobytes() if ready else b"",
-            "failed": np.array(
-                [(group, wire.FAILED_PART, block) for group, block in failed], wire.READY
-            ).tobytes()
-            if failed
-            else b"",
-        }
+        lost = [(group, wire.FAILED_PART, block) for group, block in failed]
+        return pb.LoadReply(
+            ready=np.array(ready, wire.READY).tobytes(),
+            failed=np.array(lost, wire.READY).tobytes(),
+        )
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
@@ -312,7 +299,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
         session = self.service.sessions.get(request.client)
         names = self._names(request.fingerprints, "fingerprints")
-        count = len(names) // 32
+        count = len(names) // FINGERPRINT_BYTES
         offsets = wire.unpack_u64(request.offsets, "offsets", count)
         statuses = await self.service.commit(
             session,
@@ -424,6 +411,3 @@ def _namespace_reply(namespace: Namespace) -> pb.NamespaceReply:
         clear_count=namespace.clear_count,
         slot_bytes=namespace.slot_bytes,
     )
-
-
-__all__ = ["ControlServicer", "Draining", "LeaseUnknown", "Overloaded"]

@@ -1,0 +1,130 @@
+"""From a configuration to tiers and a store: what the daemon and the offline tools share.
+
+Primitives: `FileLock`, `open_nvme`, `open_host`, `make_store`. Starts no task of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from pathlib import Path
+
+from kvstore.arena import Arena
+from kvstore.blockio import DirectIO
+from kvstore.catalog import Catalog
+from kvstore.clock import Clock
+from kvstore.config import Config
+from kvstore.directory import DirectoryWriter, header_bytes
+from kvstore.errors import ConfigError
+from kvstore.lease import LeaseTable, ReservationTable
+from kvstore.namespaces import NamespaceTable
+from kvstore.policy import make_policy
+from kvstore.slab import SlabPool
+from kvstore.store import Store
+from kvstore.tier.host import HostTier
+from kvstore.tier.nvme import NvmeTier
+
+
+class FileLock:
+    """An exclusive kernel lock on a file that says who holds it; gone with the process."""
+
+    def __init__(self, path: Path, facts: dict[str, object]) -> None:
+        """Raises ConfigError naming the owner when another process holds it."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._fd, 4096, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise ConfigError(
+                f"{path} is held by another daemon ({owner or 'starting'}); "
+                "stop it, or choose another daemon.data_dir and daemon.socket"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps(facts).encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def lock_data(config: Config) -> FileLock:
+    """The data directory's lock; whoever holds it owns everything below."""
+    facts: dict[str, object] = {
+        "pid": os.getpid(),
+        "socket": str(config.daemon.socket_path),
+        "arena": str(config.arena_directory),
+    }
+    return FileLock(Path(config.daemon.data_dir) / "LOCK", facts)
+
+
+def open_nvme(config: Config, clock: Clock) -> NvmeTier:
+    """The NVMe tier; its directory is locked. Raises ForeignData, ConfigError, TierError."""
+    return NvmeTier.open(
+        Path(config.daemon.data_dir),
+        config=config.nvme,
+        io=DirectIO(direct=config.nvme.direct),
+        clock=clock,
+    )
+
+
+def open_host(config: Config, boot_id: int) -> HostTier:
+    """The host tier with a fresh, empty directory. Raises ConfigError."""
+    host = config.host
+    pool = SlabPool(
+        host.bytes // host.slab_bytes,
+        host.slab_bytes,
+        host.slot_bytes_min,
+        slabs_per_region=host.region_bytes // host.slab_bytes,
+        staging_share=host.staging_share,
+        staging_slots_min=host.staging_slots_min,
+    )
+    namespaces_max = config.limits.namespaces_max
+    arena = Arena.create(
+        config.arena_directory,
+        bytes_total=host.bytes,
+        region_bytes=host.region_bytes,
+        header_bytes=header_bytes(pool.slots_max, namespaces_max),
+        mode=0o660 if host.group else 0o600,
+        gid=host.gid,
+    )
+    directory = DirectoryWriter(
+        arena.header.array,
+        slots=pool.slots_max,
+        namespaces_max=namespaces_max,
+        boot_id=boot_id,
+    )
+    return HostTier(pool, arena, directory)
+
+
+def make_store(config: Config, host: HostTier | None, nvme: NvmeTier | None) -> Store:
+    """An empty store over the tiers."""
+    lease = config.lease
+    catalog = Catalog(
+        host_slots=host.pool.slots_max if host is not None else 0,
+        nvme_slots=nvme.slots_max if nvme is not None else 0,
+    )
+    return Store(
+        config=config,
+        catalog=catalog,
+        leases=LeaseTable(
+            catalog,
+            new_id,
+            blocks_max=lease.blocks_max,
+            leases_per_client_max=lease.leases_per_client_max,
+        ),
+        reservations=ReservationTable(
+            new_id, quarantine_bytes_max=lease.quarantine_bytes_per_client_max
+        ),
+        namespaces=NamespaceTable(config.limits.namespaces_max),
+        policy=make_policy(config.policy.name, catalog),
+        host=host,
+        nvme=nvme,
+    )
+
+
+def new_id() -> int:
+    """A random, never zero u63."""
+    return secrets.randbits(63) | 1
