@@ -1,0 +1,458 @@
+"""What is known of every block: one row a block in numpy columns, and a name for each row.
+
+Primitives: `rows`, `prefix_rows` (names to rows), `add`, `add_chain`, `add_many` (new
+rows), `set_host` and
+`set_nvme` (the only ways a replica changes), `host_rows_of`, `nvme_rows_of` (slots to rows),
+`children_of`, `subtree`, `remove_if_bare` (the only way a row goes), `check_integrity`.
+
+Pure and synchronous: no clock, no I/O, no policy; changed on the daemon's loop only. Columns are
+public: index them with a row or an IntArray of rows, but keep no column over an `add`, which may
+move them all. Reading one at ABSENT_ROW gives some row's value, never an error: mask it.
+
+Who writes what: replicas, `parent` and `children` only this module; `leases` the lease table;
+`uses` and `last_use` the policy; `pins`, `checksums`, `clear_count` the store.
+
+A row lives while it has a replica, a lease, a pin or a child row. One kept only for its children
+is a *bare name*; it goes with its last child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.columns import (
+    ABSENT_ROW,
+    FREE_ROW,
+    Family,
+    Names,
+    Replicas,
+    grown,
+    split_names,
+)
+from kvstore.errors import InvariantViolated, check
+from kvstore.types import (
+    FINGERPRINT_BYTES,
+    PARTS_MAX,
+    ByteArray,
+    FloatArray,
+    IntArray,
+    ReplicaState,
+    Tier,
+    UIntArray,
+)
+
+Numbers: TypeAlias = NDArray[np.integer] | int
+
+__all__ = ["ABSENT_ROW", "Catalog", "CatalogStatistics"]
+
+_CAPACITY_MIN = 1024
+_NAME_BYTES = 176
+"""Measured private memory of a name: its bytes object, dict entry and row number."""
+_CHECK_ROWS = 1024
+_COLUMNS: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "fingerprints": (np.uint8, (FINGERPRINT_BYTES,)),
+    "namespace": (np.uint16, ()),
+    "clear_count": (np.uint32, ()),
+    "depth": (np.uint32, ()),
+    "length": (np.uint32, ()),
+    "nvme_generation": (np.uint64, ()),
+    "checksums": (np.uint64, (PARTS_MAX,)),
+    "leases": (np.int32, ()),
+    "pins": (np.int32, ()),
+    "last_use": (np.float64, ()),
+    "uses": (np.uint32, ()),
+}
+_COUNT_ROWS = 16384
+_ABSENT = int(ReplicaState.ABSENT)
+
+
+@dataclass(frozen=True)
+class CatalogStatistics:
+    """Rows in use; `memory_bytes` is an upper bound, as memory of unused rows is not touched."""
+
+    rows: int
+    capacity: int
+    host_replicas: int
+    nvme_replicas: int
+    memory_bytes: int
+
+
+class Catalog:
+    """Rows and columns; see the module's text for who may write which."""
+
+    fingerprints: ByteArray
+    """u8[n, 32]"""
+    parent: NDArray[np.int32]
+    """Row of the block before; ABSENT_ROW at the root and where parents do not matter."""
+    namespace: NDArray[np.uint16]
+    """Index of the namespace."""
+    clear_count: NDArray[np.uint32]
+    depth: NDArray[np.uint32]
+    """Blocks before this one in its chain."""
+    length: NDArray[np.uint32]
+    """Payload bytes."""
+    host_state: ByteArray
+    """ReplicaState, u8[n]; `nvme_state` likewise."""
+    host_slot: IntArray
+    """Slot, int64[n], -1 without a replica; `nvme_slot` likewise."""
+    nvme_state: ByteArray
+    nvme_slot: IntArray
+    nvme_generation: UIntArray
+    checksums: UIntArray
+    """u64[n, PARTS_MAX]"""
+    children: NDArray[np.int32]
+    """Rows whose parent is this one; `host_children`, `nvme_children`: with a replica there."""
+    host_children: NDArray[np.int32]
+    nvme_children: NDArray[np.int32]
+    leases: NDArray[np.int32]
+    pins: NDArray[np.int32]
+    """Jobs that need the row's replicas to stay."""
+    last_use: FloatArray
+    """Seconds, monotonic."""
+    uses: NDArray[np.uint32]
+
+    def __init__(
+        self, *, host_slots: int = 0, nvme_slots: int = 0, capacity: int = _CAPACITY_MIN
+    ) -> None:
+        """`host_slots`, `nvme_slots`: one more than each tier's highest slot number.
+
+        `capacity`: rows to make room for; more are made by doubling, which copies every column.
+        Memory of rows that were never used is not touched.
+        """
+        capacity = max(capacity, _CAPACITY_MIN)
+        self._names = Names()
+        self._free_rows: list[int] = []
+        self._end = 0
+        self._changes = 0
+        self._host = Replicas(host_slots, capacity)
+        self._nvme = Replicas(nvme_slots, capacity)
+        self._family = Family(capacity)
+        for name, (dtype, shape) in _COLUMNS.items():
+            setattr(self, name, np.zeros((capacity, *shape), dtype))
+        self._bind()
+
+    # ------------------------------------------------------------ names to rows
+
+    def __len__(self) -> int:
+        return self._end - len(self._free_rows)
+
+    @property
+    def rows_end(self) -> int:
+        """One more than the highest row ever used; free rows below it have ABSENT replicas."""
+        return self._end
+
+    def rows(self, fingerprints: bytes | ByteArray) -> IntArray:
+        """Row of each name (joined bytes, or u8[n, 32]), int64[n], ABSENT_ROW where unknown.
+
+        Raises InvalidRequest when the bytes are not a whole number of names.
+        """
+        return np.array(self._names.find(_joined(fingerprints)), np.int64)
+
+    def prefix_rows(self, fingerprints: bytes | ByteArray) -> IntArray:
+        """Rows of the names before the first unknown one, int64[<= n]."""
+        return np.array(self._names.find_prefix(_joined(fingerprints)), np.int64)
+
+    def host_rows_of(self, slots: IntArray) -> IntArray:
+        """Row whose host replica lies in each slot, int64[n], ABSENT_ROW where none."""
+        return self._host.by_slot.rows_of(slots)
+
+    def nvme_rows_of(self, slots: IntArray) -> IntArray:
+        """The same for NVMe."""
+        return self._nvme.by_slot.rows_of(slots)
+
+    def replicas(self, tier: Tier) -> Replicas:
+        """The columns of one tier, for code that serves both. Read only; not kept over an `add`."""
+        return self._host if tier == Tier.HOST else self._nvme
+
+    # ------------------------------------------------------------ new rows
+
+    def add(
+        self,
+        fingerprint: bytes,
+        *,
+        parent: int,
+        namespace: int,
+        clear_count: int,
+        depth: int,
+        length: int,
+    ) -> int:
+        """A row for a block that has none yet, without replicas.
+
+        `parent` is a live row, or ABSENT_ROW at the root and where parents do not matter.
+        """
+        self._check_parent(parent)
+        row = self._free_rows[-1] if self._free_rows else self._end
+        self._names.insert(fingerprint, row)
+        self._take_rows(1)
+        self.fingerprints[row] = np.frombuffer(fingerprint, np.uint8)
+        self.namespace[row] = namespace
+        self.clear_count[row] = clear_count
+        self.depth[row] = depth
+        self.length[row] = length
+        self._family.join(row, parent)
+        return row
+
+    def add_chain(
+        self,
+        fingerprints: bytes,
+        *,
+        parent: int,
+        namespace: int,
+        clear_count: int,
+        depth: int,
+        length: int,
+    ) -> IntArray:
+        """Rows int64[n] for consecutive blocks, each the parent of the next; none may be known.
+
+        `fingerprints`: n joined names; `parent` and `depth` are those of the first.
+        """
+        self._check_parent(parent)
+        count = len(fingerprints) // FINGERPRINT_BYTES
+        rows = self._take_rows(count)
+        parents = np.concatenate(([parent], rows[:-1]))[:count]
+        columns = (namespace, clear_count, depth + np.arange(count), length)
+        return self._fill(rows, fingerprints, parents, *columns)
+
+    def add_many(
+        self,
+        fingerprints: ByteArray,
+        *,
+        parents: IntArray,
+        namespaces: Numbers,
+        clear_counts: Numbers,
+        depths: Numbers,
+        lengths: Numbers,
+    ) -> IntArray:
+        """Rows int64[n] for many blocks at once (recovery, flat namespaces); none may be known.
+
+        `fingerprints` u8[n, 32]; `parents` int64[n]: position of each block's parent in this very
+        batch, negative at the root. The others have n entries each, or one for all.
+        """
+        positions = np.asarray(parents, np.int64)
+        check(not positions.size or positions.max() < positions.size, "parents lie in the batch")
+        rows = self._take_rows(positions.size)
+        parents = np.where(positions >= 0, rows[positions], ABSENT_ROW)
+        columns = (namespaces, clear_counts, depths, lengths)
+        return self._fill(rows, fingerprints.tobytes(), parents, *columns)
+
+    # ------------------------------------------------------------ replicas
+
+    def set_host(
+        self, rows: IntArray | int, state: ReplicaState, slots: IntArray | int | None = None
+    ) -> None:
+        """Change the host replicas of unique rows.
+
+        A replica that comes needs its slot; one that stays keeps its own or moves to the given one;
+        ABSENT gives the slot up. Children counters and slot maps follow. Raises InvariantViolated
+        when a slot holds another block.
+        """
+        self._set(self._host, rows, state, slots)
+
+    def set_nvme(
+        self,
+        rows: IntArray | int,
+        state: ReplicaState,
+        slots: IntArray | int | None = None,
+        generations: UIntArray | int | None = None,
+    ) -> None:
+        """The same for NVMe; `generations` when given."""
+        self._set(self._nvme, rows, state, slots)
+        if generations is not None:
+            self.nvme_generation[rows] = generations
+
+    def remove_if_bare(self, rows: IntArray | int) -> int:
+        """Remove the rows that nothing keeps, and parents kept only for them; returns how many."""
+        rows = np.atleast_1d(np.asarray(rows, np.int64))
+        bare = (self.host_state[rows] == _ABSENT) & (self.nvme_state[rows] == _ABSENT)
+        bare &= (self.children[rows] == 0) & (self.leases[rows] == 0) & (self.pins[rows] == 0)
+        removed = 0
+        for row in rows[bare].tolist():
+            while row >= 0 and self._is_bare(row):
+                row = self._remove(row)
+                removed += 1
+        return removed
+
+    # ------------------------------------------------------------ family
+
+    def children_of(self, row: int) -> IntArray:
+        """Child rows, int64[children]."""
+        return np.array(self._family.children_of(row), np.int64)
+
+    def subtree(self, row: int) -> IntArray:
+        """`row` and all its descendants, each after its parent: reversed, leaves come first."""
+        found = [row]
+        for parent in found:
+            found += self._family.children_of(parent)
+        return np.array(found, np.int64)
+
+    # ------------------------------------------------------------ looking
+
+    def statistics(self) -> CatalogStatistics:
+        """Counters as they are now."""
+        columns = sum(getattr(self, name).nbytes for name in _COLUMNS)
+        parts = self._host.nbytes + self._nvme.nbytes + self._family.nbytes
+        return CatalogStatistics(
+            rows=len(self),
+            capacity=len(self.parent),
+            host_replicas=self._host.count,
+            nvme_replicas=self._nvme.count,
+            memory_bytes=columns + parts + _NAME_BYTES * len(self),
+        )
+
+    def check_integrity(self) -> Generator[None, None, bool]:
+        """Verify the laws of rows, names, slots and counters in steps of at most 2 ms.
+
+        Returns False when the catalog changed while the counters were summed up: run it again.
+        Raises InvariantViolated.
+        """
+        for start in range(0, self._end, _CHECK_ROWS):
+            rows = np.arange(start, min(start + _CHECK_ROWS, self._end))
+            self._check_rows(rows[self.parent[rows] != FREE_ROW])
+            yield
+        return (yield from self._check_counts())
+
+    # ------------------------------------------------------------ inside
+
+    def _set(
+        self,
+        replicas: Replicas,
+        rows: IntArray | int,
+        state: ReplicaState,
+        slots: IntArray | int | None,
+    ) -> None:
+        rows = np.atleast_1d(np.asarray(rows, np.int64))
+        given = None if slots is None else np.atleast_1d(np.asarray(slots, np.int64))
+        parents = self.parent[rows]
+        if np.count_nonzero(parents == FREE_ROW):
+            raise InvariantViolated(f"a replica belongs to a live row (rows={rows[:8].tolist()})")
+        replicas.set(rows, int(state), given, parents)
+        self._changes += 1
+
+    def _check_parent(self, parent: int) -> None:
+        if parent != ABSENT_ROW and self.parent[parent] == FREE_ROW:
+            raise InvariantViolated(f"a parent lives (row={parent})")
+
+    def _take_rows(self, count: int) -> IntArray:
+        """Free rows, recycled ones first; the policy's columns start at 0."""
+        recycled = self._free_rows[-count:][::-1] if count else []
+        del self._free_rows[len(self._free_rows) - len(recycled) :]
+        end = self._end + count - len(recycled)
+        self._grow(end)
+        rows = np.array([*recycled, *range(self._end, end)], np.int64)
+        self._end = end
+        self.last_use[rows] = 0.0
+        self.uses[rows] = 0
+        self._changes += 1
+        return rows
+
+    def _fill(
+        self,
+        rows: IntArray,
+        names: bytes,
+        parents: IntArray,
+        namespaces: Numbers,
+        clear_counts: Numbers,
+        depths: Numbers,
+        lengths: Numbers,
+    ) -> IntArray:
+        self._names.insert_many(split_names(names), rows.tolist())
+        self.fingerprints[rows] = np.frombuffer(names, np.uint8).reshape(-1, FINGERPRINT_BYTES)
+        self.namespace[rows] = namespaces
+        self.clear_count[rows] = clear_counts
+        self.depth[rows] = depths
+        self.length[rows] = lengths
+        self._family.join_many(rows, parents)
+        return rows
+
+    def _grow(self, rows: int) -> None:
+        capacity = len(self.parent)
+        if rows <= capacity:
+            return
+        while capacity < rows:
+            capacity *= 2
+        end = self._end
+        for part in (self._host, self._nvme, self._family):
+            part.grow(capacity, end)
+        for name in _COLUMNS:
+            setattr(self, name, grown(getattr(self, name), capacity, end))
+        self._bind()
+
+    def _bind(self) -> None:
+        """The parts' columns under the catalog's names."""
+        self.parent, self.children = self._family.parent, self._family.children
+        self.host_state, self.host_slot = self._host.state, self._host.slot
+        self.nvme_state, self.nvme_slot = self._nvme.state, self._nvme.slot
+        self.host_children, self.nvme_children = self._host.children, self._nvme.children
+
+    def _is_bare(self, row: int) -> bool:
+        return not (
+            self.parent[row] == FREE_ROW
+            or self.children[row]
+            or self.host_state[row]
+            or self.nvme_state[row]
+            or self.leases[row]
+            or self.pins[row]
+        )
+
+    def _remove(self, row: int) -> int:
+        """Take a bare row out; returns its parent."""
+        self._names.remove(self.fingerprints[row].tobytes())
+        self._free_rows.append(row)
+        self._changes += 1
+        return self._family.leave(row)
+
+    def _check_rows(self, rows: IntArray) -> None:
+        """Laws that one row and its neighbours show."""
+        names = self._names.find(self.fingerprints[rows].tobytes())
+        check(names == rows.tolist(), "a live row is found by its name")
+        check((self.leases[rows] >= 0).all() and (self.pins[rows] >= 0).all(), "no negative lease")
+        self._family.check_rows(rows)
+        for tier in (Tier.HOST, Tier.NVME):
+            replicas = self.replicas(tier)
+            state, slot = replicas.state[rows], replicas.slot[rows]
+            held = state != _ABSENT
+            check((slot[~held] == -1).all(), "an absent replica has no slot", tier=tier.name)
+            owners = replicas.by_slot.rows_of(slot[held])
+            check((owners == rows[held]).all(), "I6 slot and row name each other", tier=tier.name)
+            leaving = (state == ReplicaState.DRAINING) & (self.leases[rows] > 0)
+            check(not leaving.any(), "I4 a leased replica stays", rows=rows[leaving][:8].tolist())
+
+    def _check_counts(self) -> Generator[None, None, bool]:
+        changes, end = self._changes, self._end
+        sums = np.zeros((3, end), np.int32)
+        replicas = (self._host, self._nvme)
+        found = [0, 0]
+        for start in range(0, end, _COUNT_ROWS):
+            rows = slice(start, min(start + _COUNT_ROWS, end))
+            parents = self.parent[rows]
+            np.add.at(sums[2], parents[parents >= 0], 1)
+            for index, tier in enumerate(replicas):
+                held = tier.state[rows] != _ABSENT
+                found[index] += int(np.count_nonzero(held))
+                np.add.at(sums[index], parents[held & (parents >= 0)], 1)
+            yield
+            if self._changes != changes:
+                return False
+        said = (self._host.children, self._nvme.children, self.children)
+        for start in range(0, end, _COUNT_ROWS):
+            rows = slice(start, min(start + _COUNT_ROWS, end))
+            live = self.parent[rows] != FREE_ROW
+            for column, total in zip(said, sums[:, rows], strict=True):
+                check((column[rows][live] == total[live]).all(), "children counters")
+            yield
+            if self._changes != changes:
+                return False
+        check(found == [tier.count for tier in replicas], "replica counters", found=found)
+        check(
+            len(self._names) == len(self), "one name a row", names=len(self._names), rows=len(self)
+        )
+        return True
+
+
+def _joined(fingerprints: bytes | ByteArray) -> bytes:
+    return fingerprints if isinstance(fingerprints, bytes) else fingerprints.tobytes()

@@ -1,0 +1,163 @@
+"""Rows, names, replicas and families by example."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.catalog import ABSENT_ROW, Catalog
+from kvstore.errors import InvalidRequest, InvariantViolated
+from kvstore.types import ReplicaState
+
+READY, ABSENT, FILLING = ReplicaState.READY, ReplicaState.ABSENT, ReplicaState.FILLING
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(2, "big") + bytes(30)
+
+
+def names(*numbers: int) -> bytes:
+    return b"".join(name(number) for number in numbers)
+
+
+@pytest.fixture
+def catalog():
+    catalog = Catalog(host_slots=256, nvme_slots=4096)
+    yield catalog
+    for _ in catalog.check_integrity():
+        pass
+
+
+def chain(catalog: Catalog, *numbers: int, parent: int = ABSENT_ROW) -> np.ndarray:
+    return catalog.add_chain(
+        names(*numbers), parent=parent, namespace=3, clear_count=1, depth=0, length=100
+    )
+
+
+def test_names_lead_to_rows_and_unknown_ones_to_none(catalog):
+    rows = chain(catalog, 1, 2, 3)
+    assert catalog.rows(names(3, 9, 1)).tolist() == [rows[2], ABSENT_ROW, rows[0]]
+    assert catalog.prefix_rows(names(1, 2, 9, 3)).tolist() == rows[:2].tolist()
+    assert catalog.rows(b"").tolist() == []
+    as_array = np.frombuffer(names(2, 3), np.uint8).reshape(2, 32)
+    assert catalog.rows(as_array).tolist() == rows[1:].tolist()
+    with pytest.raises(InvalidRequest, match="33 bytes"):
+        catalog.rows(bytes(33))
+
+
+def test_a_chain_carries_its_columns(catalog):
+    root = chain(catalog, 1)[0]
+    rows = catalog.add_chain(
+        names(2, 3), parent=root, namespace=3, clear_count=7, depth=1, length=100
+    )
+    assert catalog.parent[rows].tolist() == [root, rows[0]]
+    assert catalog.depth[rows].tolist() == [1, 2]
+    assert catalog.clear_count[rows].tolist() == [7, 7]
+    assert catalog.fingerprints[rows].tobytes() == names(2, 3)
+    assert catalog.host_slot[rows].tolist() == [-1, -1]
+    assert catalog.subtree(root).tolist() == [root, *rows]
+
+
+def test_a_name_has_one_row(catalog):
+    chain(catalog, 1)
+    with pytest.raises(InvariantViolated, match="one row"):
+        catalog.add(name(1), parent=-1, namespace=0, clear_count=0, depth=0, length=1)
+
+
+def test_replicas_keep_slots_and_children_in_step(catalog):
+    rows = chain(catalog, 1, 2, 3)
+    catalog.set_host(rows, FILLING, np.array([10, 11, 12]))
+    catalog.set_nvme(rows[:2], READY, np.array([700, 64]), np.array([5, 6], np.uint64))
+    assert catalog.host_rows_of(np.array([12, 13, 10])).tolist() == [rows[2], ABSENT_ROW, rows[0]]
+    assert catalog.nvme_rows_of(np.array([64, 700])).tolist() == [rows[1], rows[0]]
+    assert catalog.host_children[rows].tolist() == [1, 1, 0]
+    assert catalog.nvme_children[rows].tolist() == [1, 0, 0]
+    assert catalog.nvme_generation[rows[:2]].tolist() == [5, 6]
+    catalog.set_host(rows, READY)
+    catalog.set_host(int(rows[2]), ABSENT)
+    assert catalog.host_children[rows].tolist() == [1, 0, 0]
+    assert catalog.host_rows_of(np.array([12])).tolist() == [ABSENT_ROW]
+    assert catalog.statistics().host_replicas == 2
+
+
+def test_a_replica_may_move_to_another_slot(catalog):
+    rows = chain(catalog, 1, 2)
+    catalog.set_host(rows, READY, np.array([1, 2]))
+    catalog.set_host(rows, READY, np.array([2, 1]))
+    assert catalog.host_rows_of(np.array([1, 2])).tolist() == [rows[1], rows[0]]
+    assert catalog.host_children[rows].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("slots", [[5, 5], [5, 0], None])
+def test_a_slot_holds_one_block(catalog, slots):
+    rows = chain(catalog, 1, 2, 3)
+    catalog.set_host(int(rows[0]), READY, 0)
+    with pytest.raises(InvariantViolated, match="slot"):
+        catalog.set_host(rows[1:], READY, None if slots is None else np.array(slots))
+
+
+def test_rows_of_one_change_are_unique(catalog):
+    rows = chain(catalog, 1, 2)
+    catalog.set_host(rows, READY, np.array([1, 2]))
+    with pytest.raises(InvariantViolated, match="unique"):
+        catalog.set_host(np.array([rows[1], rows[1]]), ABSENT)
+
+
+def test_a_bare_name_stays_until_its_last_child_went(catalog):
+    rows = chain(catalog, 1, 2, 3)
+    catalog.set_host(rows, READY, np.array([1, 2, 3]))
+    catalog.set_host(rows[:2], ABSENT)
+    assert catalog.remove_if_bare(rows) == 0
+    assert catalog.rows(names(1, 2)).tolist() == rows[:2].tolist()
+    catalog.set_host(rows[2:], ABSENT)
+    assert catalog.remove_if_bare(int(rows[2])) == 3
+    assert len(catalog) == 0
+    assert catalog.rows(names(1, 2, 3)).tolist() == [ABSENT_ROW] * 3
+
+
+@pytest.mark.parametrize("keeper", ["leases", "pins"])
+def test_a_leased_or_pinned_row_stays(catalog, keeper):
+    rows = chain(catalog, 1)
+    getattr(catalog, keeper)[rows] += 1
+    assert catalog.remove_if_bare(rows) == 0
+    getattr(catalog, keeper)[rows] -= 1
+    assert catalog.remove_if_bare(np.array([rows[0], rows[0]])) == 1
+
+
+def test_rows_are_used_again_without_traces(catalog):
+    rows = chain(catalog, 1, 2)
+    catalog.uses[rows] = 9
+    catalog.last_use[rows] = 9.0
+    catalog.remove_if_bare(rows)
+    again = chain(catalog, 3, 4, 5)
+    assert sorted(again[:2]) == sorted(rows)
+    assert catalog.uses[again].tolist() == [0, 0, 0]
+    assert catalog.last_use[again].tolist() == [0, 0, 0]
+    assert catalog.children[again].tolist() == [1, 1, 0]
+
+
+def test_many_rows_at_once_with_parents_in_any_order(catalog):
+    rows = catalog.add_many(
+        np.frombuffer(names(1, 2, 3, 4, 5), np.uint8).reshape(5, 32),
+        parents=np.array([3, 3, 0, -1, 3]),
+        namespaces=2,
+        clear_counts=np.arange(5),
+        depths=np.array([1, 1, 2, 0, 1]),
+        lengths=10,
+    )
+    assert sorted(catalog.children_of(int(rows[3]))) == sorted(rows[[0, 1, 4]])
+    assert catalog.children[rows].tolist() == [1, 0, 0, 3, 0]
+    assert sorted(catalog.subtree(int(rows[3]))) == sorted(rows)
+    assert catalog.remove_if_bare(rows) == 5
+
+
+def test_columns_grow_and_keep_what_they_held():
+    catalog = Catalog(host_slots=4096)
+    first = chain(catalog, *range(1000))
+    catalog.set_host(first, READY, np.arange(1000))
+    more = chain(catalog, *range(1000, 3000), parent=int(first[-1]))
+    assert catalog.rows(names(*range(3000))).tolist() == [*first, *more]
+    assert catalog.host_slot[first].tolist() == list(range(1000))
+    assert catalog.host_slot[more].max() == -1
+    assert catalog.statistics().capacity >= 3000
+    assert all(step is None for step in catalog.check_integrity())
