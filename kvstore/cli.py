@@ -346,3 +346,7 @@ def run(arguments: Sequence[str]) -> int:
         message, code = f"{error} See `kvstore --help`.", EXIT_REFUSED
     print(f"kvstore: {' '.join(message.split())}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    main()
