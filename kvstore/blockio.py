@@ -2,10 +2,8 @@
 
 Primitives:
   `BlockIO`, `SegmentFile`  what the tier needs; fault injection wraps them
-  `SystemCalls`, `KERNEL`   the calls that reach the kernel; fault injection replaces them below the
-    fall-backs
-  `DirectIO`                O_DIRECT, or the page cache where the platform refuses; says which and
-    why
+  `SystemCalls`, `KERNEL`   the calls that reach the kernel; replaced to inject faults further down
+  `DirectIO`                O_DIRECT, or the page cache where the platform refuses, with the reason
   `prove`                   one real write and read of one page in a directory
   `page_aligned`            an anonymous page-aligned buffer
 

@@ -1,13 +1,10 @@
-"""How many segments the NVMe tier may use now: the byte cap, the free-space floor, and a disk that
-said "full".
+"""How many segments the NVMe tier may use now: byte cap, free-space floor, a disk that said "full".
 
 Primitives of `Capacity`:
-  `survey`, `disk_was_full`   from worker threads: look at the disk, work out how many slabs are
-    allowed
-  `apply`                     on the loop: take free slabs out of service, or bring them back
-  `over_cap_slots`            on the loop: blocks that must go because fewer slabs are allowed than
-    hold blocks
-  `delete_retired`            from a worker thread: the files of slabs out of service
+  `survey`, `disk_was_full`   worker threads: look at the disk, work out how many slabs are allowed
+  `apply`                     loop: take free slabs out of service, or bring them back
+  `over_cap_slots`            loop: blocks that must go, as fewer slabs are allowed than hold blocks
+  `delete_retired`            worker thread: the files of slabs out of service
 
 The pool belongs to the loop, the disk to threads; `allowed_slabs` and the set of retired files are
 all they share. The hard bound on bytes is kept by `Segments` at every allocation; this makes `take`
@@ -86,7 +83,7 @@ class Capacity:
         self.allowed_slabs, self.limit_reason = max(0, allowed), reason
 
     def disk_was_full(self) -> None:
-        """An allocation failed: do not grow beyond what is held until the disk had time to change."""
+        """An allocation failed: no growth beyond what is held until the disk had time to change."""
         self._full_until = self._clock.monotonic() + GROW_AGAIN_SECONDS
         self.survey()
 

@@ -1,14 +1,14 @@
-"""The NVMe tier: frames in preallocated segments, their records in the index, within a byte cap.
+"""The NVMe tier: frames in preallocated segments, records in the index, within a byte cap.
 
-Primitives of `NvmeTier`: loop     `take`, `publish`, `drain`, `free`, `room`, `adopt`,
-`over_cap_slots`, `tend`: bookkeeping only threads  `write`, `sync`, `read_parts`, `check_frame`:
-transfers on slots the caller owns index    `record`, `forget` (Futures, durable when done),
-`recover`, namespaces and clear counts
+Primitives of `NvmeTier`:
+  loop     `take`, `publish`, `drain`, `free`, `room`, `adopt`, `tend`: bookkeeping only
+  threads  `write`, `sync`, `read_parts`, `check_frame`: transfers on slots the caller owns
+  index    `record`, `forget` (Futures, durable when done), `scan`, namespaces, clear counts
 
 A replica is durable after `write`, `sync` and `record`, in that order; its slot may be re-used
 after `forget`. Reads are verified against checksums kept in the index, apart from the data: a torn,
-stale or misdirected frame cannot match. The data directory is locked by the daemon before `open`.
-Blocks are named by slot; what they mean is the store's.
+stale or misdirected frame cannot match. The daemon locks the data directory before `open`. Blocks
+are named by slot; what they mean is the store's.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol
 
-import msgspec
-import numpy as np
 import xxhash
 
-from kvstore.blockio import BlockIO, prove
+from kvstore.blockio import BlockIO, prove, translated
 from kvstore.clock import Clock
 from kvstore.config import NvmeConfig
 from kvstore.errors import (
@@ -36,28 +33,22 @@ from kvstore.errors import (
     TierIO,
 )
 from kvstore.index import Delete, NamespaceRecord
-from kvstore.layout import BlockLayout, Part, align_up
+from kvstore.layout import Part, align_up
 from kvstore.segment import SLOT_BYTES_MIN, FrameFields, SegmentGeometry, frame_bytes
 from kvstore.slab import SlabPool
 from kvstore.tier import superblock as superblocks
 from kvstore.tier.base import Slots
 from kvstore.tier.capacity import Capacity, bytes_below
-from kvstore.tier.recover import (
-    OpenedIndex,
-    Records,
-    open_index,
-    pack_record,
-    rebuild,
-    usable_records,
-)
+from kvstore.tier.counts import NvmeStatistics, SharedCounts
+from kvstore.tier.ledger import DeclaredNamespace, Ledger
+from kvstore.tier.recover import Records
 from kvstore.tier.segments import Segments, free_bytes
-from kvstore.types import PAGE_BYTES, BoolArray, ByteArray, IntArray, NamespaceKind, Tier, UIntArray
+from kvstore.types import PAGE_BYTES, BoolArray, ByteArray, IntArray, Tier, UIntArray
 
 READ_BYTES_MAX = 2 << 20
 """One read; larger ones were no faster, and a piece this size is hashed while it is in the cache.
 """
 SHARE_OF_FREE_SPACE = 0.8
-GENERATIONS_PER_LIFE = 1 << 32
 
 
 def geometry_of(segment_bytes: int) -> SegmentGeometry:
@@ -69,72 +60,6 @@ def geometry_of(segment_bytes: int) -> SegmentGeometry:
     )
 
 
-class DeclaredNamespace(Protocol):
-    """What is kept of a namespace."""
-
-    index: int
-    id: bytes
-    kind: NamespaceKind
-    layout: BlockLayout
-    window_tokens: int
-    label: str
-    clear_count: int
-
-
-@dataclass(frozen=True)
-class NvmeStatistics:
-    """Bytes, blocks and what went wrong since open."""
-
-    bytes_max: int
-    bytes_allowed: int
-    bytes_on_disk: int
-    bytes_beside: int
-    segments: int
-    slots_ready: int
-    records: int
-    mode: str
-    mode_reason: str
-    reserve_reason: str
-    limit_reason: str
-    lives: int
-    index_damage: str
-    unknown_files_removed: int
-    unknown_bytes_removed: int
-    records_unusable: int
-    segments_lost: int
-    bytes_written: int
-    bytes_read: int
-    checksum_failures: int
-    io_failures: int
-    disk_full: int
-
-
-class _Counts:
-    """Counters that worker threads share."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._values = dict.fromkeys(
-            (
-                "segments_lost",
-                "bytes_written",
-                "bytes_read",
-                "checksum_failures",
-                "io_failures",
-                "disk_full",
-            ),
-            0,
-        )
-
-    def add(self, name: str, amount: int = 1) -> None:
-        with self._lock:
-            self._values[name] += amount
-
-    def snapshot(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._values)
-
-
 class NvmeTier:
     """See the module. Made by `open`."""
 
@@ -144,77 +69,62 @@ class NvmeTier:
 
     def __init__(
         self,
-        directory: Path,
         io: BlockIO,
         clock: Clock,
         pool: SlabPool,
         segments: Segments,
         capacity: Capacity,
-        opened: OpenedIndex,
-        superblock: superblocks.Superblock,
+        ledger: Ledger,
         prove_reason: str,
     ) -> None:
-        self._directory = directory
         self._io = io
         self._clock = clock
         self._pool = pool
         self._segments = segments
         self._capacity = capacity
-        self._index = opened.index
-        self._records: Records | None = opened.records
-        self.rebuild_reason = opened.damage
-        """Why the index starts empty; `rebuild_from_frames` must run before `scan`. "" when it need
-        not.
-        """
-        self._index_damage = opened.damage
-        self._superblock = superblock
-        self._superblock_lock = threading.Lock()
+        self._ledger = ledger
         self._prove_reason = prove_reason
-        self._generation = superblock.lives * GENERATIONS_PER_LIFE
-        self._records_unusable = 0
-        self._counts = _Counts()
+        self._counts = SharedCounts()
         self._wake = threading.Event()
         self._is_closing = False
-        self._tender = threading.Thread(
-            target=self._tend_until_closed, name="kvstore-nvme", daemon=True
-        )
+        self._tender = threading.Thread(target=self._tend, name="kvstore-nvme", daemon=True)
         self._tender.start()
 
     @classmethod
     def open(cls, directory: Path, *, config: NvmeConfig, io: BlockIO, clock: Clock) -> NvmeTier:
-        """Open or create the tier in `directory`; blocks for I/O, about 0.2 s per 100,000 records.
+        """Open or create the tier in `directory`; does I/O, about 0.2 s per 100,000 records.
 
         Raises ForeignData (another geometry or format, with the way out), ConfigError (too small,
         or open elsewhere), TierFull, TierIO.
         """
+        try:
+            return cls._open(directory, config, io, clock)
+        except OSError as error:
+            raise translated(error, f"cannot open {directory}") from error
+
+    @classmethod
+    def _open(cls, directory: Path, config: NvmeConfig, io: BlockIO, clock: Clock) -> NvmeTier:
         geometry = geometry_of(config.segment_bytes)
         if config.bytes_max < 2 * geometry.slab_bytes:
             raise ConfigError(
-                f"nvme.bytes_max={config.bytes_max} holds less than two segments of nvme.segment_bytes="
-                f"{config.segment_bytes}; raise the first to {2 * geometry.slab_bytes} or lower the second"
+                f"nvme.bytes_max={config.bytes_max} holds less than two segments of "
+                f"nvme.segment_bytes={config.segment_bytes}; raise the first to "
+                f"{2 * geometry.slab_bytes} or lower the second"
             )
         superblock = superblocks.load(
             directory, segment_bytes=config.segment_bytes, geometry=geometry
         )
         files = directory / "segments"
         files.mkdir(parents=True, exist_ok=True, mode=0o700)
-        segments = Segments(files, io, geometry, bytes_max=0, free_bytes_min=config.free_bytes_min)
+        segments = Segments(files, io, geometry, free_bytes_min=config.free_bytes_min)
         share = int(SHARE_OF_FREE_SPACE * (free_bytes(directory) + bytes_below(directory)))
-        bytes_max = min(config.bytes_max, share)
-        segments.bytes_max = bytes_max
-        try:
-            prove(io, files)
-            prove_reason = ""
-        except TierFull as error:
-            prove_reason = f"not proven by a write: {error}"
+        segments.bytes_max = bytes_max = min(config.bytes_max, share)
+        prove_reason = _prove(io, files)
         if not superblock.lives:
             superblocks.store(directory, superblock)
-        opened = open_index(directory, superblock, map_bytes=config.index_map_bytes)
-        try:
-            superblock = _begin_life(directory, superblock, opened)
-        except BaseException:
-            opened.index.close()
-            raise
+        ledger = Ledger(
+            directory, superblock, segments, clock, index_map_bytes=config.index_map_bytes
+        )
         slabs = max(bytes_max // geometry.slab_bytes, max(segments.files(), default=-1) + 1)
         pool = SlabPool(slabs, geometry.slab_bytes, geometry.slot_bytes_min)
         capacity = Capacity(
@@ -226,9 +136,14 @@ class NvmeTier:
             clock=clock,
         )
         capacity.survey()
-        return cls(directory, io, clock, pool, segments, capacity, opened, superblock, prove_reason)
+        return cls(io, clock, pool, segments, capacity, ledger, prove_reason)
 
     # ------------------------------------------------------------------ slots (on the loop)
+
+    @property
+    def slots_max(self) -> int:
+        """One more than the highest slot number."""
+        return self._pool.slots_max
 
     def slot_bytes_for(self, length: int) -> int:
         """A header page and the payload padded to pages."""
@@ -258,26 +173,12 @@ class NvmeTier:
         """All slot numbers of a size, free ones included, for sampling victims."""
         return self._pool.slots_of_class(slot_bytes)
 
-    def adopt(self, slots: IntArray, lengths: IntArray) -> BoolArray:
-        """Recovery: slots that hold durable blocks of these payload lengths become READY.
+    def adopt(self, slot_bytes: int, slots: IntArray) -> BoolArray:
+        """Recovery: slots of one size that hold durable blocks become READY; returns which did.
 
-        False where a slot cannot be held (claimed twice, outside the tier): the caller forgets that
-        record.
+        False where a slot cannot be held (claimed twice, outside the tier): forget that record.
         """
-        adopted = np.zeros(len(slots), np.bool_)
-        sizes = PAGE_BYTES + -(-lengths.astype(np.int64) // PAGE_BYTES) * PAGE_BYTES
-        for size in np.unique(sizes):
-            own = np.flatnonzero(sizes == size)
-            adopted[own] = self._pool.adopt(int(size), slots[own].astype(np.int64))
-        return adopted
-
-    def finish_recovery(self) -> None:
-        """After `adopt`, before the first `take`: files without a block are deleted. Does I/O."""
-        held = {
-            int(slab) for size in self._pool.classes() for slab in self._pool.slabs_of_class(size)
-        }
-        self._segments.remove(sorted(self._segments.files().keys() - held))
-        self._capacity.survey()
+        return self._pool.adopt(slot_bytes, slots)
 
     def over_cap_slots(self) -> IntArray:
         """Slots whose blocks must go because less space is allowed than is held; mostly none."""
@@ -290,9 +191,7 @@ class NvmeTier:
 
     def next_generations(self, count: int) -> UIntArray:
         """Names for `count` writes, never given before in this data directory: uint64[count]."""
-        first = self._generation + 1
-        self._generation += count
-        return np.arange(first, first + count, dtype=np.uint64)
+        return self._ledger.next_generations(count)
 
     # ------------------------------------------------------------------ transfers (worker threads)
 
@@ -385,112 +284,44 @@ class NvmeTier:
     # ------------------------------------------------------------------ index
 
     def record(self, frames: Sequence[FrameFields], slots: Slots) -> Future[None]:
-        """Records of written and synced frames; durable when done. Raises (in the Future) TierFull,
-        TierIO, Overloaded.
+        """Records of written and synced frames; durable when done.
+
+        Raises, in the Future, TierFull, TierIO, Overloaded.
         """
-        now = self._clock.wall()
-        puts = [
-            (
-                frame.fingerprint,
-                pack_record(replace(frame, stored_at=now), int(slot), frame.namespace_index),
-            )
-            for frame, slot in zip(frames, slots, strict=True)
-        ]
-        return self._index.submit(puts, [])
+        return self._ledger.record(frames, slots)
 
     def forget(self, names: Sequence[Delete]) -> Future[None]:
-        """Delete (fingerprint, generation) records, durable when done; other generations and
-        unknown names stay.
-        """
-        return self._index.submit([], names)
+        """Delete records by (fingerprint, generation); done when durable. Others stay."""
+        return self._ledger.forget(names)
 
     def scan(self) -> Records:
-        """Every usable record: fingerprints uint8[n, 32], RECORD[n]. Those that point nowhere are
-        deleted and counted.
-        """
-        names, records = self._records or self._index.scan()
-        self._records = None
-        good = usable_records(records, self._segments.files(), self._segments.geometry)
-        bad = np.flatnonzero(~good)
-        if len(bad):
-            self._records_unusable += len(bad)
-            generations = records["generation"][bad].tolist()
-            self.forget(
-                [(names[at].tobytes(), made) for at, made in zip(bad, generations, strict=True)]
-            )
-        return names[good], records[good]
+        """Start: every usable record, fingerprints uint8[n, 32] and RECORD[n] (`Ledger.scan`)."""
+        return self._ledger.scan()
 
     def rebuild_from_frames(self) -> Iterator[None]:
-        """Fill the empty index from the frames' headers, a slice a step. Raises TierFull, TierIO."""
-        for record in self._superblock.namespaces:
-            self._index.put_namespace(record)
-        yield from rebuild(self._index, self._segments, self.load_namespaces())
-        self.rebuild_reason = ""
-        self._records = None
+        """Start: what `scan` does by itself when the index had to start empty, a slice a step."""
+        if self._ledger.must_rebuild:
+            yield from self._ledger.rebuild()
 
     def check_record(self, name: bytes, slot: int, generation: int) -> None:
         """The index holds this block there. Raises GenerationMismatch."""
-        found = self._index.get(name)
-        if found is None or (int(found["slot"]), int(found["generation"])) != (slot, generation):
-            raise GenerationMismatch(
-                f"the index holds no record of write {generation} in NVMe slot {slot}"
-            )
+        self._ledger.check_record(name, slot, generation)
 
-    def stray_records(self, known: set[bytes]) -> list[bytes]:
-        """Fingerprints in the index that are not in `known`."""
-        names, _ = self._index.scan()
-        return [name for name in map(bytes, names) if name not in known]
+    def stray_records(self, known: set[bytes]) -> list[Delete]:
+        """(fingerprint, generation) of the index's records that are not in `known`."""
+        return self._ledger.stray_records(known)
 
     def load_namespaces(self) -> list[NamespaceRecord]:
-        """All that were declared, in index order, with the highest clear count either copy knows."""
-        merged = {record.id: record for record in self._superblock.namespaces}
-        for record in self._index.load_namespaces():
-            other = merged.get(record.id, record)
-            count = max(record.clear_count, other.clear_count)
-            merged[record.id] = msgspec.structs.replace(record, clear_count=count)
-        return sorted(merged.values(), key=lambda record: record.index)
+        """All that were ever declared here, in index order."""
+        return self._ledger.load_namespaces()
 
     def put_namespace(self, namespace: DeclaredNamespace) -> None:
-        """Durable, in index and superblock, when this returns. Worker thread. Raises TierFull,
-        TierIO.
-        """
-        layout = namespace.layout
-        self._keep(
-            NamespaceRecord(
-                namespace.index,
-                namespace.id,
-                namespace.kind,
-                layout.block_tokens,
-                layout.layers,
-                layout.layer_bytes,
-                layout.ranks,
-                namespace.window_tokens,
-                namespace.label,
-                namespace.clear_count,
-            )
-        )
+        """Durable when this returns. Worker thread. Raises TierFull, TierIO."""
+        self._ledger.put_namespace(namespace)
 
     def set_clear_count(self, namespace: bytes, count: int) -> None:
-        """Durable when this returns. Worker thread. Raises TierFull, TierIO (also for an unknown
-        namespace).
-        """
-        for record in self.load_namespaces():
-            if record.id == namespace:
-                self._keep(msgspec.structs.replace(record, clear_count=count))
-                return
-        raise TierIO(f"namespace {namespace.hex()[:16]} was never stored here")
-
-    def _keep(self, record: NamespaceRecord) -> None:
-        with self._superblock_lock:
-            self._index.put_namespace(record)
-            others = [item for item in self._superblock.namespaces if item.id != record.id]
-            self._superblock = msgspec.structs.replace(
-                self._superblock, namespaces=[*others, record]
-            )
-            try:
-                superblocks.store(self._directory, self._superblock)
-            except OSError as error:
-                raise TierIO(f"cannot store the superblock: {error}") from error
+        """Durable when this returns. Worker thread. Raises TierFull, TierIO."""
+        self._ledger.set_clear_count(namespace, count)
 
     # ------------------------------------------------------------------ looking after itself
 
@@ -502,7 +333,7 @@ class NvmeTier:
         self._counts.add("segments_lost", len(self._segments.reconcile()))
         self._capacity.survey()
 
-    def _tend_until_closed(self) -> None:
+    def _tend(self) -> None:
         while True:
             self._wake.wait()
             self._wake.clear()
@@ -528,7 +359,7 @@ class NvmeTier:
                 io.reserve_reason,
                 self._prove_reason and f"direct I/O {self._prove_reason}",
                 self._capacity.limit_reason and f"cannot grow: {self._capacity.limit_reason}",
-                self.rebuild_reason and f"rebuilding the index: {self.rebuild_reason}",
+                self._ledger.must_rebuild and f"the index starts empty: {self._ledger.damage}",
             )
             if reason
         ]
@@ -542,21 +373,21 @@ class NvmeTier:
             bytes_beside=self._capacity.bytes_beside,
             segments=len(self._segments.files()),
             slots_ready=sum(item.ready for item in self._pool.statistics().classes),
-            records=self._index.statistics().records,
+            records=self._ledger.statistics().records,
             mode=self._io.mode,
             mode_reason=self._io.mode_reason,
             reserve_reason=self._io.reserve_reason,
             limit_reason=self._capacity.limit_reason,
-            lives=self._superblock.lives,
-            index_damage=self._index_damage,
+            lives=self._ledger.lives,
+            index_damage=self._ledger.damage,
             unknown_files_removed=self._segments.unknown_files,
             unknown_bytes_removed=self._segments.unknown_bytes,
-            records_unusable=self._records_unusable,
+            records_unusable=self._ledger.records_unusable,
             **self._counts.snapshot(),
         )
 
     def describe(self) -> dict[str, object]:
-        return {**asdict(self.statistics()), "index": asdict(self._index.statistics())}
+        return {**asdict(self.statistics()), "index": asdict(self._ledger.statistics())}
 
     def check_integrity(self) -> None:
         """I1 for every slab."""
@@ -567,22 +398,8 @@ class NvmeTier:
         self._is_closing = True
         self._wake.set()
         self._tender.join()
-        self._index.close()
+        self._ledger.close()
         self._segments.close()
-
-
-def _begin_life(
-    directory: Path, superblock: superblocks.Superblock, opened: OpenedIndex
-) -> superblocks.Superblock:
-    """Count this start in index and superblock, in that order; an index behind the superblock is an
-    older one.
-    """
-    lives = max(superblock.lives, opened.lives) + 1
-    opened.index.put_value("uuid", superblock.uuid.encode())
-    opened.index.put_value("lives", str(lives).encode())
-    superblock = msgspec.structs.replace(superblock, lives=lives)
-    superblocks.store(directory, superblock)
-    return superblock
 
 
 def _runs(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
@@ -604,3 +421,12 @@ def _verify(parts: Sequence[Part], payload: ByteArray, checksums: UIntArray, whe
         found = xxhash.xxh3_64_intdigest(view)  # type: ignore[arg-type]  # a buffer
         if found != int(checksums[part.index]):
             raise ChecksumMismatch(f"{where}: part {part.index} is not what was stored")
+
+
+def _prove(io: BlockIO, directory: Path) -> str:
+    """Why direct I/O could not be tried; "" once it was, whatever came out (`io` knows)."""
+    try:
+        prove(io, directory)
+    except TierFull as error:
+        return f"not proven by a write: {error}"
+    return ""

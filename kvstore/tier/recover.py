@@ -1,8 +1,7 @@
 """Start of the NVMe tier: an index that can be trusted, and records that fit the files.
 
 Primitives:
-  `open_index`      the index of this data directory; one that is damaged, foreign or older is set
-    aside
+  `open_index`      the index of this data directory; a damaged, foreign or older one is set aside
   `usable_records`  which records point to a whole slot of an existing file
   `rebuild`         the index again, from the frames' own headers, in slices
 """
@@ -68,7 +67,7 @@ def open_index(directory: Path, superblock: Superblock, *, map_bytes: int) -> Op
 
 
 def _origin(index: Index, superblock: Superblock) -> tuple[int, str]:
-    """How many lives the index saw (0: it is new), and why it is not the one the superblock knows."""
+    """How many lives the index saw (0: it is new), and why it is not the superblock's."""
     owner, lives = index.get_value("uuid"), index.get_value("lives")
     if owner is None or lives is None:
         return 0, "the index is missing" if superblock.lives else ""

@@ -41,7 +41,7 @@ _NAME = re.compile(r"(\d{6,})-(\d+)\.seg")
 
 @dataclass(eq=False)
 class _Segment:
-    """One file. `bytes_on_disk` is 0 until it is allocated; `users` counts transfers in progress."""
+    """One file. `bytes_on_disk` is 0 until it is allocated; `users` counts running transfers."""
 
     number: int
     slot_bytes: int
@@ -74,13 +74,12 @@ class Segments:
         io: BlockIO,
         geometry: SegmentGeometry,
         *,
-        bytes_max: int,
         free_bytes_min: int,
     ) -> None:
         self._directory = directory
         self._io = io
         self.geometry = geometry
-        self.bytes_max = bytes_max
+        self.bytes_max = 0
         self.free_bytes_min = free_bytes_min
         self._table: dict[int, _Segment] = {}
         self._lock = threading.Lock()
@@ -222,7 +221,7 @@ class Segments:
                     segment.file.close()
                     segment.file = None
 
-    # ------------------------------------------------------------------ opening, growing, forgetting
+    # ------------------------------------------------------------------ opening, growing
 
     @contextmanager
     def _use(self, number: int, slot_bytes: int | None) -> Iterator[_Segment]:
@@ -293,13 +292,14 @@ class Segments:
             held, missing = self.bytes_on_disk, length - segment.bytes_on_disk
             if held + missing > self.bytes_max:
                 raise TierFull(
-                    f"{missing} bytes for a segment beside {held} exceed the {self.bytes_max} allowed now"
+                    f"{missing} bytes for a segment beside {held} exceed the {self.bytes_max} "
+                    "allowed now"
                 )
             free = free_bytes(self._directory)
             if free - missing < self.free_bytes_min:
                 raise TierFull(
-                    f"{self._directory}: {free} bytes are free, {self.free_bytes_min} stay reserved for others "
-                    "(nvme.free_bytes_min)"
+                    f"{self._directory}: {free} bytes are free, {self.free_bytes_min} of them stay "
+                    "for others (nvme.free_bytes_min)"
                 )
             file = self._io.open_segment(segment.path, length, True)
             segment.bytes_on_disk = file.status().bytes_on_disk

@@ -1,6 +1,7 @@
 """`superblock.json`: what a data directory is, so that nothing is read with another geometry.
 
-Primitives: `Superblock`, `load`, `store`. Beside format and geometry it keeps a copy of the
+Primitives: `Superblock`, `load`, `store`.
+Beside format and geometry it keeps a copy of the
 namespaces with their clear counts, so that a lost index cannot bring cleared blocks back, and the
 number of lives, which makes generations unique and tells an older index from this one.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvstore.blockio import translated
 from kvstore.errors import ForeignData
 from kvstore.index import ENGINE, NamespaceRecord
 from kvstore.segment import FORMAT_VERSION, SegmentGeometry
@@ -78,12 +80,18 @@ def load(directory: Path, *, segment_bytes: int, geometry: SegmentGeometry) -> S
 
 
 def store(directory: Path, superblock: Superblock) -> None:
-    """Replace the file; durable when this returns, and either the old or the new one at any moment."""
+    """Replace the file; durable when this returns, and either the old or the new one at any moment.
+
+    Raises TierFull, TierIO.
+    """
     path = directory / FILE_NAME
     fresh = path.with_suffix(".new")
-    with fresh.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(superblock), indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
-    sync_directory(directory)
+    try:
+        with fresh.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(superblock), indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        sync_directory(directory)
+    except OSError as error:
+        raise translated(error, f"cannot store {path}") from error

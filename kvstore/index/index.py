@@ -1,11 +1,4 @@
-"""The durable index: fingerprint → record of its NVMe replica, in LMDB. The only module that
-imports lmdb.
-
-Primitives:
-  `RECORD`            one block's fixed-size record
-  `NamespaceRecord`   what must outlive the daemon about a namespace
-  `Index.open / submit / scan / close`; namespaces and meta values beside the records
-  `IndexDamaged`      it cannot be opened or read: set it aside and rebuild
+"""`Index`: one LMDB environment, one writer thread.
 
 One process, one handle, one writer thread. A submit is durable when its Future is done:
 transactions commit with sync on, grouped for up to 20 ms or 256 records. Deletes name a generation
@@ -16,7 +9,6 @@ batches, for which head-room is kept.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import queue
 import struct
@@ -32,37 +24,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import ConfigError, Overloaded, TierError, TierFull, TierIO
-from kvstore.layout import BlockLayout, align_up
-from kvstore.types import (
-    FINGERPRINT_BYTES,
-    PAGE_BYTES,
-    PARTS_MAX,
-    ByteArray,
-    NamespaceId,
-    NamespaceKind,
-)
+from kvstore.errors import Overloaded, TierError, TierFull, TierIO, check
+from kvstore.index.opening import OPENING_FILE, check_length, own, verify_after_crash
+from kvstore.index.records import ENGINE_MAJOR, RECORD, Delete, IndexDamaged, NamespaceRecord, Put
+from kvstore.layout import align_up
+from kvstore.types import FINGERPRINT_BYTES, PAGE_BYTES, ByteArray
 
 if TYPE_CHECKING:
     import lmdb
 
-ENGINE = "lmdb-0.9"
-"""Format of the index on disk; LMDB 1.0 cannot read it, nor the other way round."""
-_ENGINE_MAJOR = 0
-RECORD = np.dtype(
-    [
-        ("parent", f"V{FINGERPRINT_BYTES}"),
-        ("namespace", "<u2"),
-        ("clear_count", "<u4"),
-        ("depth", "<u4"),
-        ("slot", "<u8"),
-        ("generation", "<u8"),
-        ("length", "<u4"),
-        ("checksums", "<u8", (PARTS_MAX,)),
-        ("uses", "<u4"),
-        ("stored_at", "<f8"),
-    ]
-)
 _GENERATION = struct.Struct("<Q")
 _GENERATION_OFFSET = int(RECORD.fields["generation"][1]) if RECORD.fields else 0
 GROUP_SECONDS = 0.020
@@ -72,43 +42,7 @@ DELETE_BATCH = 16
 PENDING_RECORDS_MAX = 65536
 _HEADROOM_PAGES_MIN = 64
 _HEADROOM_BYTES_MAX = 64 << 20
-_OWNER_FILE = "owner.lock"
-_OPENING_FILE = "opening"
-_DATA_FILE = "data.mdb"
-
 _T = TypeVar("_T")
-
-Put = tuple[bytes, bytes]
-"""Fingerprint, RECORD bytes."""
-Delete = tuple[bytes, int | None]
-"""Fingerprint, generation the record must have (None: any)."""
-
-
-class IndexDamaged(TierIO):
-    """The index cannot be opened or read; set it aside and rebuild it from frame headers."""
-
-
-class NamespaceRecord(msgspec.Struct, frozen=True):
-    """One declared namespace as it outlives the daemon."""
-
-    index: int
-    id: bytes
-    kind: NamespaceKind
-    block_tokens: int
-    layers: int
-    layer_bytes: int
-    ranks: int
-    window_tokens: int = 0
-    label: str = ""
-    clear_count: int = 0
-
-    @property
-    def layout(self) -> BlockLayout:
-        return BlockLayout(self.block_tokens, self.layers, self.layer_bytes, self.ranks)
-
-    @property
-    def namespace(self) -> NamespaceId:
-        return NamespaceId(self.id)
 
 
 @dataclass(frozen=True)
@@ -175,10 +109,10 @@ class Index:
 
         path = Path(path).resolve()
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        owner_fd = _own(path)
+        owner_fd = own(path)
         try:
-            _verify_after_crash(path)
-            (path / _OPENING_FILE).touch()
+            verify_after_crash(path)
+            (path / OPENING_FILE).touch()
             try:
                 environment = lmdb.open(
                     str(path),
@@ -187,12 +121,12 @@ class Index:
                     mode=0o600,
                     writemap=False,
                     readahead=False,
-                    lib_version=_ENGINE_MAJOR,
+                    lib_version=ENGINE_MAJOR,
                 )
             except lmdb.Error as error:
                 raise IndexDamaged(f"{path}: {error}") from error
             try:
-                _check_length(path, environment)
+                check_length(path, environment)
                 index = cls(path, environment, owner_fd)
             except lmdb.Error as error:
                 environment.close()
@@ -201,7 +135,7 @@ class Index:
                 environment.close()
                 raise
         except BaseException:
-            (path / _OPENING_FILE).unlink(missing_ok=True)
+            (path / OPENING_FILE).unlink(missing_ok=True)
             os.close(owner_fd)
             raise
         return index
@@ -216,17 +150,11 @@ class Index:
         the same unless the disk is), TierIO, or Overloaded (too many puts wait already; nothing was
         done).
         """
+        for name, record in puts:
+            check(len(name) == FINGERPRINT_BYTES, "a fingerprint has its size", size=len(name))
+            check(len(record) == RECORD.itemsize, "a record has its size", size=len(record))
         job = _Job(puts, deletes)
-        with self._queue_lock:
-            is_over = bool(puts) and self._pending + job.records > PENDING_RECORDS_MAX
-            if not is_over:
-                self._pending += job.records
-        if is_over:
-            job.done.set_exception(
-                Overloaded(f"{PENDING_RECORDS_MAX} records wait for the index already")
-            )
-        else:
-            self._enqueue(job)
+        self._enqueue(job)
         return job.done
 
     def put_value(self, key: str, value: bytes) -> None:
@@ -242,31 +170,45 @@ class Index:
         self._enqueue(job)
         job.done.result()
 
-    def set_clear_count(self, namespace: bytes, count: int) -> None:
-        """Durable when this returns. Raises TierIO for a namespace that was never put."""
-        for record in self.load_namespaces():
-            if record.id == namespace:
-                self.put_namespace(msgspec.structs.replace(record, clear_count=count))
-                return
-        raise TierIO(f"namespace {namespace.hex()[:16]} is not in the index")
-
     def _enqueue(self, job: _Job) -> None:
+        # From here on nobody can cancel it: what is queued is done.
+        job.done.set_running_or_notify_cancel()
+        failure: TierError | Overloaded | None = None
         with self._queue_lock:
-            if not self._is_closed:
+            if self._is_closed:
+                failure = TierIO(f"{self._path}: the index is closed")
+            elif job.puts and self._pending + job.records > PENDING_RECORDS_MAX:
+                failure = Overloaded(f"{PENDING_RECORDS_MAX} records wait for the index already")
+            else:
+                self._pending += job.records
                 self._queue.put(job)
-                return
-        job.done.set_exception(TierIO(f"{self._path}: the index is closed"))
+        if failure is not None:
+            job.done.set_exception(failure)
 
     def _run(self) -> None:
         """The writer thread: gather a group, commit it, tell everyone."""
         is_open = True
-        while is_open:
-            group: list[_Job] = []
-            is_open = self._gather(group)
-            if group:
+        group: list[_Job] = []
+        try:
+            while is_open:
+                is_open = self._gather(group)
                 self._commit(group)
                 with self._queue_lock:
                     self._pending -= sum(job.records for job in group)
+                group.clear()
+        finally:
+            self._fail_left(group)
+
+    def _fail_left(self, group: list[_Job]) -> None:
+        """The writer ends: nobody may wait for ever. After a normal close there is nobody left."""
+        with self._queue_lock:
+            self._is_closed = True
+        while not self._queue.empty():
+            job = self._queue.get()
+            group += [job] if job is not None else []
+        for job in group:
+            if not job.done.done():
+                job.done.set_exception(TierIO(f"{self._path}: the index writer ended"))
 
     def _gather(self, group: list[_Job]) -> bool:
         """Fill `group` for up to GROUP_SECONDS or GROUP_RECORDS; False once the index closes."""
@@ -288,6 +230,8 @@ class Index:
         """The whole group in one transaction; when that fails, each job by itself, so that one
         cannot fail others.
         """
+        if not group:
+            return
         try:
             self._transact(group)
         except TierError:
@@ -375,16 +319,14 @@ class Index:
 
         try:
             with self._environment.begin(db=self._blocks) as transaction:
-                items = list(transaction.cursor())
+                count = transaction.stat(self._blocks)["entries"]
+                names = b"".join(transaction.cursor().iternext(keys=True, values=False))
+                records = b"".join(transaction.cursor().iternext(keys=False, values=True))
         except lmdb.Error as error:
             raise IndexDamaged(f"{self._path}: {error}") from error
-        names = b"".join([name for name, _ in items])
-        records = b"".join([record for _, record in items])
-        if len(names) != len(items) * FINGERPRINT_BYTES or len(records) != (
-            len(items) * RECORD.itemsize
-        ):
-            raise IndexDamaged(f"{self._path}: records of another size")
-        (self._path / _OPENING_FILE).unlink(missing_ok=True)
+        if (len(names), len(records)) != (count * FINGERPRINT_BYTES, count * RECORD.itemsize):
+            raise IndexDamaged(f"{self._path}: {count} records of another size")
+        (self._path / OPENING_FILE).unlink(missing_ok=True)
         return (
             np.frombuffer(names, np.uint8).reshape(-1, FINGERPRINT_BYTES),
             np.frombuffer(records, RECORD),
@@ -445,52 +387,8 @@ class Index:
             self._queue.put(None)
         self._writer.join()
         self._environment.close()
-        (self._path / _OPENING_FILE).unlink(missing_ok=True)
+        (self._path / OPENING_FILE).unlink(missing_ok=True)
         os.close(self._owner_fd)
-
-
-def _own(path: Path) -> int:
-    """Take the lock file of the index directory; the descriptor holds it. Raises ConfigError naming
-    the owner.
-    """
-    fd = os.open(path / _OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise ConfigError(
-            f"{path}: the index is open in process {owner} already; stop that daemon or set another "
-            "daemon.data_dir"
-        ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
-
-
-def _verify_after_crash(path: Path) -> None:
-    """When an earlier start ended inside the index, walk its pages without LMDB first: damage there
-    can kill us.
-    """
-    data = path / _DATA_FILE
-    if not (path / _OPENING_FILE).exists() or not data.exists():
-        return
-    from lmdb import verify
-
-    try:
-        findings = verify.verify(str(data))  # type: ignore[no-untyped-call]
-    except (verify.VerifyError, OSError) as error:
-        raise IndexDamaged(f"{data}: {error}") from error
-    if findings:
-        raise IndexDamaged(f"{data}: {findings[0]} ({len(findings)} findings)")
-
-
-def _check_length(path: Path, environment: lmdb.Environment) -> None:
-    """A shortened file is refused before a page past its end is touched: that would be a SIGBUS."""
-    needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    found = (path / _DATA_FILE).stat().st_size
-    if found < needed:
-        raise IndexDamaged(f"{path / _DATA_FILE}: {found} bytes, its pages need {needed}")
 
 
 def _translated(error: Exception, path: Path) -> TierError:

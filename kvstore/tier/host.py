@@ -1,0 +1,116 @@
+"""The host tier: slots of the shared arena, and the directory that lets clients find them.
+
+Primitives of `HostTier`: `take`, `publish`, `retract`, `quarantine`, `free`, `view`.
+All on the loop. A slot's generation moves (directory) before its bytes may be re-used (pool).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+
+from kvstore.arena import Arena
+from kvstore.directory import DirectoryWriter
+from kvstore.layout import align_up
+from kvstore.slab import SlabPool
+from kvstore.tier.base import Slots
+from kvstore.types import PAGE_BYTES, ByteArray, IntArray, Tier, UIntArray
+
+
+class HostTier:
+    """Owns pool, arena and directory, which must have one geometry. `close` ends all three."""
+
+    name = Tier.HOST
+    is_durable = False
+    is_addressable = True
+
+    def __init__(self, pool: SlabPool, arena: Arena, directory: DirectoryWriter) -> None:
+        self.pool = pool
+        self.arena = arena
+        self.directory = directory
+        self._is_waiting = arena.quarantined
+        """Clients of an earlier life may still write to the arena: no slab is handed out."""
+        if self._is_waiting:
+            for slab in range(pool.slabs):
+                pool.retire_slab(slab)
+
+    def slot_bytes_for(self, length: int) -> int:
+        """The payload padded to pages."""
+        return align_up(length, PAGE_BYTES)
+
+    def take(self, slot_bytes: int, count: int, *, staging: bool = False) -> list[int]:
+        """Up to `count` slots, FILLING and the caller's; the last of a class only for `staging`."""
+        return self.pool.take(slot_bytes, count, staging=staging)
+
+    def view(self, slot: int, length: int) -> ByteArray:
+        """The first `length` bytes of a slot: uint8[length], writable, in place."""
+        return self.arena.view(self.pool.offset_of(slot), length)
+
+    def publish(
+        self,
+        slots: IntArray,
+        fingerprints: ByteArray,
+        *,
+        namespace: int,
+        clear_count: int,
+        lengths: IntArray,
+    ) -> UIntArray:
+        """FILLING → READY, readable by every client as `fingerprints` uint8[n, 32]; generations."""
+        self.pool.publish(slots)
+        return self.directory.publish(
+            slots,
+            fingerprints,
+            offsets=self.pool.offsets_of(slots),
+            lengths=lengths,
+            namespace=namespace,
+            clear_count=clear_count,
+        )
+
+    def retract(self, slots: Slots) -> None:
+        """Clients find these slots no more and discard what they copy; the slots stay held."""
+        self.directory.retract(np.asarray(slots, np.int64))
+
+    def quarantine(self, slots: Slots) -> None:
+        """FILLING or DRAINING → held back until the caller frees them: a writer may be at it."""
+        self.pool.quarantine(slots)
+
+    def free(self, slots: Slots) -> None:
+        """Held slots → free, unreadable first."""
+        if len(slots):
+            self.retract(slots)
+            self.pool.free(slots)
+
+    def generations(self, slots: IntArray) -> UIntArray:
+        """Even while READY, uint64[n]."""
+        return self.directory.generations(slots)
+
+    def room(self, slot_bytes: int) -> int:
+        return self.pool.room(slot_bytes)
+
+    def recheck(self) -> None:
+        """Hand the arena out once the last client of an earlier life is gone."""
+        if not self._is_waiting:
+            return
+        self.arena.recheck_clients()
+        if not self.arena.quarantined:
+            self._is_waiting = False
+            for slab in range(self.pool.slabs):
+                self.pool.restore_slab(slab)
+
+    def health(self) -> list[str]:
+        if self._is_waiting:
+            return ["host: waits for clients of an earlier daemon to let go of the arena"]
+        return []
+
+    def describe(self) -> dict[str, object]:
+        return {"slabs": asdict(self.pool.statistics()), "arena": self.arena.statistics()}
+
+    def check_integrity(self) -> None:
+        """I1 for every slab."""
+        self.pool.check_integrity()
+
+    def close(self) -> None:
+        """Void what clients hold, then let go of the arena; their views stay readable memory."""
+        self.directory.close_boot()
+        self.arena.close()

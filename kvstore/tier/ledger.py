@@ -1,0 +1,228 @@
+"""What the NVMe tier knows about its blocks, durably: records in the index, and the superblock.
+
+Primitives of `Ledger`:
+  `record`, `forget`       records of written frames (Futures, durable when done)
+  `scan`, `rebuild`        start: every usable record; the index again from the frames' headers
+  `put_namespace`, `set_clear_count`, `load_namespaces`   kept in index and superblock alike
+  `next_generations`       names for writes, never given twice
+
+May not touch slots: which of them are held is the tier's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from kvstore.clock import Clock
+from kvstore.errors import GenerationMismatch, TierIO
+from kvstore.index import Delete, IndexStatistics, NamespaceRecord
+from kvstore.layout import BlockLayout
+from kvstore.segment import FrameFields
+from kvstore.tier import superblock as superblocks
+from kvstore.tier.base import Slots
+from kvstore.tier.recover import Records, open_index, pack_record, rebuild, usable_records
+from kvstore.tier.segments import Segments
+from kvstore.types import NamespaceKind, UIntArray
+
+GENERATIONS_PER_LIFE = 1 << 32
+
+
+class DeclaredNamespace(Protocol):
+    """What is kept of a namespace."""
+
+    index: int
+    id: bytes
+    kind: NamespaceKind
+    layout: BlockLayout
+    window_tokens: int
+    label: str
+    clear_count: int
+
+
+class Ledger:
+    """See the module. Made by `open`. `next_generations` is the loop's; the rest is thread-safe."""
+
+    def __init__(
+        self,
+        directory: Path,
+        superblock: superblocks.Superblock,
+        segments: Segments,
+        clock: Clock,
+        *,
+        index_map_bytes: int,
+    ) -> None:
+        """Open the index and count this start. Raises ConfigError (open elsewhere), TierFull,
+        TierIO.
+
+        An index that is damaged or of another life is set aside; then `damage` says why.
+        """
+        opened = open_index(directory, superblock, map_bytes=index_map_bytes)
+        self._directory = directory
+        self._segments = segments
+        self._clock = clock
+        self._index = opened.index
+        self._records: Records | None = opened.records
+        self.damage = opened.damage
+        """Why the index had to start empty; "" when it had not."""
+        self.must_rebuild = bool(opened.damage)
+        self.records_unusable = 0
+        self._lock = threading.Lock()
+        try:
+            self._superblock = self._begin_life(superblock, opened.lives)
+        except BaseException:
+            self._index.close()
+            raise
+        self._generation = self._superblock.lives * GENERATIONS_PER_LIFE
+
+    def _begin_life(
+        self, superblock: superblocks.Superblock, lives_of_index: int
+    ) -> superblocks.Superblock:
+        """Count in the index first: one that is behind the superblock is an older one."""
+        lives = max(superblock.lives, lives_of_index) + 1
+        self._index.put_value("uuid", superblock.uuid.encode())
+        self._index.put_value("lives", str(lives).encode())
+        superblock = msgspec.structs.replace(superblock, lives=lives)
+        superblocks.store(self._directory, superblock)
+        return superblock
+
+    @property
+    def lives(self) -> int:
+        """Starts of this data directory, this one included."""
+        return self._superblock.lives
+
+    def next_generations(self, count: int) -> UIntArray:
+        """Names for `count` writes, never given before in this data directory: uint64[count]."""
+        first = self._generation + 1
+        self._generation += count
+        return np.arange(first, first + count, dtype=np.uint64)
+
+    def record(self, frames: Sequence[FrameFields], slots: Slots) -> Future[None]:
+        """Records of written and synced frames; durable when done. Raises (in the Future) TierFull,
+        TierIO, Overloaded.
+        """
+        now = self._clock.wall()
+        puts = [
+            (
+                frame.fingerprint,
+                pack_record(replace(frame, stored_at=now), int(slot), frame.namespace_index),
+            )
+            for frame, slot in zip(frames, slots, strict=True)
+        ]
+        return self._index.submit(puts, [])
+
+    def forget(self, names: Sequence[Delete]) -> Future[None]:
+        """Delete (fingerprint, generation) records, durable when done; other generations and
+        unknown names stay.
+        """
+        return self._index.submit([], names)
+
+    def scan(self) -> Records:
+        """Every usable record: fingerprints uint8[n, 32], RECORD[n], after a rebuild where one is
+        due.
+
+        Records that point nowhere are deleted and counted.
+        """
+        if self.must_rebuild:
+            for _ in self.rebuild():
+                continue
+        names, records = self._records or self._index.scan()
+        self._records = None
+        good = usable_records(records, self._segments.files(), self._segments.geometry)
+        bad = np.flatnonzero(~good)
+        if len(bad):
+            self.records_unusable += len(bad)
+            generations = records["generation"][bad].tolist()
+            self.forget(
+                [(names[at].tobytes(), made) for at, made in zip(bad, generations, strict=True)]
+            )
+        return names[good], records[good]
+
+    def rebuild(self) -> Iterator[None]:
+        """Fill the empty index from the frames' headers, a slice a step.
+
+        Raises TierFull, TierIO.
+        """
+        for record in self._superblock.namespaces:
+            self._index.put_namespace(record)
+        yield from rebuild(self._index, self._segments, self.load_namespaces())
+        self.must_rebuild = False
+        self._records = None
+
+    def check_record(self, name: bytes, slot: int, generation: int) -> None:
+        """The index holds this block there. Raises GenerationMismatch."""
+        found = self._index.get(name)
+        if found is None or (int(found["slot"]), int(found["generation"])) != (slot, generation):
+            raise GenerationMismatch(
+                f"the index holds no record of write {generation} in NVMe slot {slot}"
+            )
+
+    def stray_records(self, known: set[bytes]) -> list[Delete]:
+        """(fingerprint, generation) of the index's records that are not in `known`."""
+        names, records = self._index.scan()
+        return [
+            (name.tobytes(), int(generation))
+            for name, generation in zip(names, records["generation"], strict=True)
+            if name.tobytes() not in known
+        ]
+
+    def load_namespaces(self) -> list[NamespaceRecord]:
+        """All that were declared, in index order, each with the newer of its two clear counts."""
+        merged = {record.id: record for record in self._superblock.namespaces}
+        for record in self._index.load_namespaces():
+            other = merged.get(record.id, record)
+            count = max(record.clear_count, other.clear_count)
+            merged[record.id] = msgspec.structs.replace(record, clear_count=count)
+        return sorted(merged.values(), key=lambda record: record.index)
+
+    def put_namespace(self, namespace: DeclaredNamespace) -> None:
+        """Durable, in index and superblock, when this returns. Worker thread. Raises TierFull,
+        TierIO.
+        """
+        layout = namespace.layout
+        record = NamespaceRecord(
+            namespace.index,
+            namespace.id,
+            namespace.kind,
+            layout.block_tokens,
+            layout.layers,
+            layout.layer_bytes,
+            layout.ranks,
+            namespace.window_tokens,
+            namespace.label,
+            namespace.clear_count,
+        )
+        with self._lock:
+            self._keep(record)
+
+    def set_clear_count(self, namespace: bytes, count: int) -> None:
+        """Durable when this returns. Worker thread. Raises TierFull, TierIO (also for an unknown
+        namespace).
+        """
+        with self._lock:
+            for record in self.load_namespaces():
+                if record.id == namespace:
+                    self._keep(msgspec.structs.replace(record, clear_count=count))
+                    return
+        raise TierIO(f"namespace {namespace.hex()[:16]} was never stored here")
+
+    def _keep(self, record: NamespaceRecord) -> None:
+        """Under the lock. The index first: `load_namespaces` takes the newer of the two."""
+        self._index.put_namespace(record)
+        others = [item for item in self._superblock.namespaces if item.id != record.id]
+        self._superblock = msgspec.structs.replace(self._superblock, namespaces=[*others, record])
+        superblocks.store(self._directory, self._superblock)
+
+    def statistics(self) -> IndexStatistics:
+        return self._index.statistics()
+
+    def close(self) -> None:
+        """Commit what is queued; twice is a no-op."""
+        self._index.close()
