@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -25,6 +24,7 @@ from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, PeerGone
 from kvstore.settings import as_toml
 from kvstore.types import FINGERPRINT_BYTES
 from kvstore.units import format_bytes
+from kvstore.version import VERSION
 
 if TYPE_CHECKING:
     from kvstore.rpc.control_pb2_grpc import ControlStub
@@ -37,7 +37,7 @@ app = App(
     name="kvstore",
     help="Keeps the prefix KV blocks of LLM servers in shared memory and on NVMe.",
     help_epilogue="Start with `kvstore serve`, look with `kvstore stat`. No configuration needed.",
-    version=lambda: f"kvstore {version('kvstore')}",
+    version=lambda: f"kvstore {VERSION}",
 )
 
 
@@ -121,7 +121,7 @@ def _chosen(config: Config, sources: Mapping[str, str]) -> dict[str, object]:
     host, nvme = config.host, config.nvme
     data_dir = Path(config.daemon.data_dir).absolute()
     return {
-        "version": version("kvstore"),
+        "version": VERSION,
         "socket": config.daemon.socket,
         "host": f"{format_bytes(host.bytes)} in {config.arena_directory}",
         "nvme": f"up to {format_bytes(nvme.bytes_max)} in {data_dir}" if nvme.enabled else "off",
@@ -215,7 +215,7 @@ def verify(
     """
     config, _ = where.load({"daemon.data_dir": ("--data-dir", data_dir)})
     if data_dir is not None:
-        from kvstore.scrub import verify_offline
+        from kvstore.offline import verify_offline
 
         return _show_findings(verify_offline(config, payloads=payloads, fix=fix))
     from kvstore.rpc.control_pb2 import VerifyRequest

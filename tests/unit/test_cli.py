@@ -178,9 +178,9 @@ def test_verify_of_a_stopped_directory(
         yield types.SimpleNamespace(checked_blocks=1, total_blocks=2, findings=["stray record"])
         yield types.SimpleNamespace(checked_blocks=2, total_blocks=2, findings=["lost frame"])
 
-    scrub = types.ModuleType("kvstore.scrub")
-    scrub.verify_offline = verify_offline  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvstore.scrub", scrub)
+    offline = types.ModuleType("kvstore.offline")
+    offline.verify_offline = verify_offline  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvstore.offline", offline)
     assert shell.run("verify", "--data-dir", str(tmp_path), "--payloads") == cli.EXIT_FINDINGS
     assert calls == [(str(tmp_path), True, False)]
     assert shell.out.splitlines() == ["stray record", "lost frame", "2 blocks checked, 2 findings"]
