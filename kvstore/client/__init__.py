@@ -1,0 +1,33 @@
+"""The client library: what runs inside an engine.
+
+`KVClient` and the objects its verbs return. Imports no engine, no torch; blocking calls on its own
+threads only, so that an engine's event loops are left alone. See `core` for the client, `namespace`
+for the verbs.
+"""
+
+from kvstore.client.committer import StoreTicket
+from kvstore.client.core import DirectoryReads, KVClient
+from kvstore.client.groups import LeasedGroup, Ready
+from kvstore.client.lease import ReadLease
+from kvstore.client.loading import LoadResult
+from kvstore.client.names import FlatNames, Names
+from kvstore.client.namespace import Existence, NamespaceHandle
+from kvstore.client.reservation import SharedReservation, WriteReservation
+from kvstore.client.statistics import ClientStatistics
+
+__all__ = [
+    "ClientStatistics",
+    "DirectoryReads",
+    "Existence",
+    "FlatNames",
+    "KVClient",
+    "LeasedGroup",
+    "LoadResult",
+    "Names",
+    "NamespaceHandle",
+    "ReadLease",
+    "Ready",
+    "SharedReservation",
+    "StoreTicket",
+    "WriteReservation",
+]

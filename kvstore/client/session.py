@@ -1,0 +1,292 @@
+"""A client's tie to its daemon: one channel, one attach stream, and what happens when they break.
+
+Primitives of `Session`:
+  `life`          the current attachment, or None: every data verb asks once and carries it along
+  `call`          one unary call with a deadline; raises typed errors
+  `declare`       makes a namespace known in a life; `declared` answers from memory when it can
+  `check_usable`  refuses a forked child at once
+  `lost`          a caller found the daemon gone: attach again
+
+A background thread attaches, and attaches again with growing pauses, for as long as the session is
+open. Blocking stubs only. May not touch bytes of blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grpc
+
+from kvstore.arena import ClientLock
+from kvstore.client.life import AttachStream, Declared, Life, take_lock
+from kvstore.client.statistics import Tally
+from kvstore.errors import (
+    ClientForked,
+    InvalidRequest,
+    KVStoreError,
+    PeerGone,
+    Unavailable,
+)
+from kvstore.logs import get_logger
+from kvstore.rpc import control_pb2 as pb
+from kvstore.rpc.control_pb2_grpc import ControlStub
+from kvstore.rpc.status import from_rpc_error
+
+ATTACH_PAUSE_SECONDS_MIN = 0.05
+ATTACH_PAUSE_SECONDS_MAX = 2.0
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_log = get_logger("client")
+
+
+class Declaration(Protocol):
+    """What the session must know of a namespace to declare it (again)."""
+
+    @property
+    def id(self) -> bytes: ...
+    def request(self, client: int) -> pb.DeclareRequest: ...
+
+
+class Session:
+    """Thread-safe. `is_attaching=False`: control calls only, no background thread."""
+
+    def __init__(
+        self, socket: str, engine: str, deadline_seconds: float, is_attaching: bool
+    ) -> None:
+        self.socket = socket
+        self.engine = engine
+        self.deadline_seconds = deadline_seconds
+        self.tally = Tally()
+        self.life: Life | None = None
+        self.away_reason = "not attached yet" if is_attaching else "opened without attaching"
+        self.on_life: Callable[[], None] = lambda: None
+        """Told, on the attach thread, when a life begins or ends."""
+        self._pid = os.getpid()
+        self._closing = threading.Event()
+        self._attached = threading.Condition()
+        self._declarations: dict[bytes, Declaration] = {}
+        self._arena_dir: str = ""
+        self._stream: AttachStream | None = None
+        self._channel = grpc.insecure_channel(f"unix:{socket}", options=_CHANNEL_OPTIONS)
+        self._stub: Any = ControlStub(self._channel)  # type: ignore[no-untyped-call]
+        self._thread: threading.Thread | None = None
+        if is_attaching:
+            self._thread = threading.Thread(
+                target=self._stay_attached, name="kvstore-attach", daemon=True
+            )
+            self._thread.start()
+
+    # ------------------------------------------------------------------ callers
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closing.is_set()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child of the process that opened the session."""
+        return os.getpid() != self._pid
+
+    def check_usable(self) -> None:
+        """Raises ClientForked in a forked child: threads and channel did not come along."""
+        if self.is_forked:
+            raise ClientForked(
+                f"this client belongs to process {self._pid}; "
+                f"open a new one in process {os.getpid()}"
+            )
+
+    def check_open(self) -> None:
+        """Raises ClientForked, InvalidRequest after close."""
+        self.check_usable()
+        if self._closing.is_set():
+            raise InvalidRequest("the client was closed")
+
+    def wait_connected(self, timeout: float | None) -> bool:
+        """Whether a daemon is attached, waiting up to `timeout` seconds for one."""
+        self.check_usable()
+        with self._attached:
+            self._attached.wait_for(
+                lambda: self.life is not None or self._closing.is_set(), timeout
+            )
+            return self.life is not None
+
+    def call(self, method: str, request: object, deadline_seconds: float | None = None) -> Any:
+        """The reply to one unary call. Raises the typed error, PeerGone when nobody listens."""
+        self.check_open()
+        return self.call_until_closed(method, request, deadline_seconds)
+
+    def call_until_closed(
+        self, method: str, request: object, deadline_seconds: float | None = None
+    ) -> Any:
+        """As `call`, also while the session is closing: for the background threads' last words."""
+        limit = self.deadline_seconds if deadline_seconds is None else deadline_seconds
+        try:
+            return getattr(self._stub, method)(request, timeout=max(limit, 0.001))
+        except grpc.RpcError as error:
+            self.tally.add(failed_calls=1)
+            raise from_rpc_error(error) from error
+        except ValueError as error:  # grpc's word for a closed channel
+            raise PeerGone("the client was closed") from error
+
+    def stream(self, method: str, request: object, deadline_seconds: float) -> Any:
+        """A server stream's call object; iterating it raises grpc.RpcError."""
+        self.check_open()
+        return getattr(self._stub, method)(request, timeout=max(deadline_seconds, 0.001))
+
+    def lost(self, life: Life, error: KVStoreError) -> None:
+        """`error` came from a call in `life`; if it says that the daemon forgot us, attach anew."""
+        if isinstance(error, PeerGone) and life is self.life:
+            stream = self._stream
+            if stream is not None:
+                stream.close()
+
+    # ------------------------------------------------------------------ namespaces
+
+    def register(self, declaration: Declaration) -> None:
+        """Declare now if attached, and in every later life. Raises NamespaceConflict,
+        InvalidRequest.
+        """
+        self._declarations[declaration.id] = declaration
+        life = self.life
+        if life is None:
+            return
+        try:
+            self.declared(life, declaration)
+        except Unavailable:
+            _log.debug("declaring later", namespace=declaration.id.hex()[:16])
+
+    def declared(self, life: Life, declaration: Declaration) -> Declared:
+        """The daemon's answer for this namespace in `life`. Raises the refusal, or PeerGone and the
+        like.
+        """
+        known = life.namespaces.get(declaration.id)
+        if known is None:
+            known = self._declare(life, declaration)
+        if isinstance(known, KVStoreError):
+            raise known
+        return known
+
+    def _declare(self, life: Life, declaration: Declaration) -> Declared | KVStoreError:
+        answer: Declared | KVStoreError
+        try:
+            reply = self.call("Declare", declaration.request(life.client))
+            answer = Declared(reply.index, reply.slot_bytes)
+        except InvalidRequest as error:
+            answer = error
+            _log.warning("namespace refused", namespace=declaration.id.hex()[:16], error=str(error))
+        life.namespaces[declaration.id] = answer
+        return answer
+
+    # ------------------------------------------------------------------ attaching
+
+    def _stay_attached(self) -> None:
+        pause = ATTACH_PAUSE_SECONDS_MIN
+        while not self._closing.is_set():
+            began = time.monotonic()
+            try:
+                if self._attach_once():
+                    continue
+                reason = "the daemon ended the attachment"
+            except KVStoreError as error:
+                reason = f"{type(error).__name__}: {error}"
+                if not isinstance(error, Unavailable):
+                    _log.warning("cannot attach", socket=self.socket, error=reason)
+            self.away_reason = reason
+            self._set_life(None)
+            if time.monotonic() - began > ATTACH_PAUSE_SECONDS_MAX:
+                pause = ATTACH_PAUSE_SECONDS_MIN
+            self._closing.wait(pause)
+            pause = min(2 * pause, ATTACH_PAUSE_SECONDS_MAX)
+
+    def _attach_once(self) -> bool:
+        """One life from hello to end; True: try again at once, with a lock file.
+
+        The lock file lies in the arena's directory, whose place only a first hello without one can
+        tell.
+        """
+        lock = self._lock_file()
+        stream = self._stream = AttachStream(self._stub, self.engine, lock)
+        life: Life | None = None
+        try:
+            welcome = stream.welcome(self.deadline_seconds)
+            if welcome.arena_dir != self._arena_dir:
+                self._arena_dir = welcome.arena_dir
+                return True
+            life = Life.open(welcome, lock)
+            for declaration in list(self._declarations.values()):
+                self._declare_quietly(life, declaration)
+            self._set_life(life)
+            for news in stream.news():
+                if news.WhichOneof("kind") == "draining":
+                    life.is_draining = True
+            return False
+        finally:
+            stream.close()
+            if life is not None:
+                life.end()
+            elif lock is not None:
+                lock.close()
+
+    def _lock_file(self) -> ClientLock | None:
+        if not self._arena_dir:
+            return None
+        try:
+            return take_lock(self._arena_dir)
+        except PeerGone:
+            # The arena moved or went away; the next welcome says where it is.
+            self._arena_dir = ""
+            raise
+
+    def _declare_quietly(self, life: Life, declaration: Declaration) -> None:
+        """A refusal is kept in the life for those who use the namespace; others need not suffer."""
+        try:
+            self.declared(life, declaration)
+        except InvalidRequest:
+            return
+
+    def _set_life(self, life: Life | None) -> None:
+        if life is self.life:
+            return
+        if life is not None:
+            self.away_reason = ""
+            self.tally.add(attaches=1)
+        with self._attached:
+            self.life = life
+            self._attached.notify_all()
+        self.on_life()
+
+    # ------------------------------------------------------------------ end
+
+    def begin_close(self) -> bool:
+        """Refuse new calls; False if that was done before."""
+        if self._closing.is_set():
+            return False
+        self._closing.set()
+        return True
+
+    def finish_close(self, timeout: float) -> None:
+        """Leave the daemon; the last words were said."""
+        self.away_reason = "the client was closed"
+        life, stream = self.life, self._stream
+        if stream is not None:
+            stream.close()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        self._channel.close()
+        self._set_life(None)
+        if life is not None:
+            life.end()
+            if life.arena is not None:
+                life.arena.close()

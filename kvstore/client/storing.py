@@ -1,0 +1,207 @@
+"""The store verb: copies into the arena at once, leaves the commit to a background thread.
+
+Primitives: `StoreOrder`, `Storer.store`.
+
+Blocks the directory has are skipped. The others go into slots reserved beforehand when there are
+enough for all of them, else into slots reserved by name now; never half and half, because a child
+may not be named before its parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.client.committer import Commit, Committer, StoreTicket
+from kvstore.client.copying import Geometry, Rows, copy_in
+from kvstore.client.keeper import Keeper
+from kvstore.client.life import Declared, Life
+from kvstore.client.reasons import AWAY, BUSY, CLOSED, DRAINING, reason_of
+from kvstore.client.reservation import reserve_named
+from kvstore.client.session import Session
+from kvstore.client.spare import SpareSlots
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.layout import BlockLayout
+from kvstore.rpc.wire import NO_OFFSET
+from kvstore.types import FINGERPRINT_BYTES, BlockStatus
+
+
+@dataclass(frozen=True)
+class StoreOrder:
+    """One store: `rows[i]` is the block named `names[32 i : 32 i + 32]`; the first follows
+    `parent`.
+    """
+
+    life: Life
+    declared: Declared
+    parent: bytes
+    names: bytes
+    rows: Rows
+    ticket: StoreTicket
+
+    def name(self, block: int) -> bytes:
+        return self.names[block * FINGERPRINT_BYTES : (block + 1) * FINGERPRINT_BYTES]
+
+    def parent_of(self, block: int) -> bytes:
+        return self.name(block - 1) if block else self.parent
+
+
+class Storer:
+    """Stores of one namespace. Thread-safe."""
+
+    def __init__(
+        self,
+        session: Session,
+        keeper: Keeper,
+        committer: Committer,
+        spare: SpareSlots,
+        namespace: bytes,
+        layout: BlockLayout,
+    ) -> None:
+        self._session = session
+        self._keeper = keeper
+        self._committer = committer
+        self._spare = spare
+        self._namespace = namespace
+        self._layout = layout
+
+    def store(self, order: StoreOrder) -> None:
+        """Settle the order's ticket, now or from the background thread. Never raises."""
+        self._session.tally.add(stores=1)
+        refusal = DRAINING if order.life.is_draining else BUSY if self._committer.is_full else ""
+        missing = self._missing(order)
+        if not refusal and missing and not order.life.writer_begins():
+            refusal = AWAY
+        if refusal or not missing:
+            self._settle(order, missing, [BlockStatus.REFUSED] * len(missing), refusal)
+            return
+        try:
+            commits = self._fill_spare(order, missing) or self._fill_reserved(order, missing)
+        except KVStoreError as error:
+            reason = CLOSED if self._session.is_closed else reason_of(error)
+            self._settle(order, missing, [BlockStatus.REFUSED] * len(missing), reason)
+            return
+        finally:
+            order.life.writer_ends()
+        self._committer.put(commits)
+
+    def _missing(self, order: StoreOrder) -> list[int]:
+        """Blocks the directory does not have; the others are settled as PRESENT."""
+        life, count = order.life, len(order.rows)
+        if life.directory is None or not life.reads_directory:
+            return list(range(count))
+        mask = life.directory.lookup_each(order.declared.index, order.names).mask
+        present = np.flatnonzero(mask).tolist()
+        self._settle(order, present, [BlockStatus.PRESENT] * len(present))
+        return np.flatnonzero(~mask).tolist()
+
+    def _settle(
+        self,
+        order: StoreOrder,
+        blocks: Sequence[int],
+        statuses: Sequence[BlockStatus],
+        reason: str = "",
+    ) -> None:
+        """Outcomes known before any commit: present, or not stored."""
+        if blocks:
+            present = list(statuses).count(BlockStatus.PRESENT)
+            self._session.tally.add(store_present=present, store_refused=len(statuses) - present)
+            order.ticket.settle(blocks, statuses, reason)
+
+    def _copy(self, order: StoreOrder, offsets: Sequence[int], first_row: int) -> None:
+        life = order.life
+        if life.arena is None:
+            raise InvalidRequest("this daemon has no host tier to store into")
+        geometry = Geometry(
+            0, self._layout.block_bytes, order.declared.slot_bytes, life.region_bytes
+        )
+        slots = np.array(offsets, np.uint64)
+        copy_in(geometry, life.arena.write_view, slots, order.rows, first_row)
+        self._session.tally.add(store_copied=len(offsets))
+
+    # ------------------------------------------------------------------ slots reserved beforehand
+
+    def _fill_spare(self, order: StoreOrder, missing: list[int]) -> list[Commit] | None:
+        """None: too few slots at hand for all of them."""
+        taken = self._spare.take(order.life, len(missing))
+        if not taken:
+            self._session.tally.add(spare_shortfalls=1)
+            return None
+        commits: list[Commit] = []
+        try:
+            for first, stop in _stretches(missing, [id(spare.reserved) for spare in taken]):
+                offsets = [spare.offset for spare in taken[first:stop]]
+                blocks = missing[first:stop]
+                self._copy(order, offsets, blocks[0])
+                reserved = taken[first].reserved
+                commits.append(
+                    Commit(
+                        order.life,
+                        reserved.id,
+                        (self._spare, reserved),
+                        order.parent_of(blocks[0]),
+                        b"".join(map(order.name, blocks)),
+                        offsets,
+                        order.ticket,
+                        blocks,
+                    )
+                )
+        except KVStoreError:
+            self._spare.give_up(taken)
+            raise
+        self._session.tally.add(spare_stores=1)
+        return commits
+
+    # ------------------------------------------------------------------ slots reserved now
+
+    def _fill_reserved(self, order: StoreOrder, missing: list[int]) -> list[Commit]:
+        """Reserve by name from the first missing block on; what the daemon grants is filled."""
+        # The daemon does not know blocks whose commit is queued: it would refuse their children.
+        self._committer.wait_idle(self._session.deadline_seconds)
+        base = missing[0]
+        grant = reserve_named(
+            self._session,
+            order.life,
+            self._namespace,
+            order.parent_of(base),
+            order.names[base * FINGERPRINT_BYTES :],
+        )
+        granted = [base + index for index, at in enumerate(grant.offsets) if at != NO_OFFSET]
+        others = sorted(set(missing) - set(granted))
+        self._settle(order, others, [grant.statuses[block - base] for block in others])
+        if not granted:
+            return []
+        offsets = [grant.offsets[block - base] for block in granted]
+        try:
+            for first, stop in _stretches(granted, [0] * len(granted)):
+                self._copy(order, offsets[first:stop], granted[first])
+        except KVStoreError:
+            self._keeper.abort(order.life, grant.reservation)
+            raise
+        return [
+            Commit(
+                order.life,
+                grant.reservation,
+                None,
+                b"",
+                b"".join(map(order.name, granted)),
+                offsets,
+                order.ticket,
+                granted,
+            )
+        ]
+
+
+def _stretches(blocks: Sequence[int], owners: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, stop) positions of consecutive blocks whose slots have one owner."""
+    first = 0
+    for stop in range(1, len(blocks) + 1):
+        if (
+            stop == len(blocks)
+            or blocks[stop] != blocks[stop - 1] + 1
+            or owners[stop] != owners[first]
+        ):
+            yield first, stop
+            first = stop
