@@ -65,7 +65,10 @@ def test_offsets_of_two_classes_never_overlap(pool):
     small, large = pool.take(SMALL, 20), pool.take(LARGE, 6)
     ranges = sorted(
         [(pool.offset_of(slot), pool.offset_of(slot) + pool.slot_bytes_of(slot)) for slot in small]
-        + [(pool.offset_of(slot), pool.offset_of(slot) + pool.slot_bytes_of(slot)) for slot in large]
+        + [
+            (pool.offset_of(slot), pool.offset_of(slot) + pool.slot_bytes_of(slot))
+            for slot in large
+        ]
     )
     assert all(left[1] <= right[0] for left, right in zip(ranges, ranges[1:], strict=False))
     assert ranges[-1][1] <= 4 * SLAB
