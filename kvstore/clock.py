@@ -1,6 +1,7 @@
 """Time as an argument: the one place that reads the machine's clocks.
 
-Everything that needs time takes a `Clock` or a `now` in seconds; tests pass `kvstore.testing.VirtualClock`.
+Everything that needs time takes a `Clock` or a `now` in seconds; tests pass
+`kvstore.testing.VirtualClock`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The store's counters: every series exists at 0 from the start, and only ever grows.
 
-One flat mapping `name[:label]` → int; `snapshot()` is what statistics and metrics read. Rates are for the reader.
+One flat mapping `name[:label]` → int; `snapshot()` is what statistics and metrics read. Rates are
+for the reader.
 """
 
 from __future__ import annotations

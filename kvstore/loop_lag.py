@@ -28,7 +28,9 @@ class LoopLag:
         self._count += 1
 
     def statistics(self) -> dict[str, float]:
-        """Milliseconds over the samples kept: p50, p99, max. The loop's timer itself adds about 1 ms."""
+        """Milliseconds over the samples kept: p50, p99, max. The loop's timer itself adds about 1
+        ms.
+        """
         kept = self._delays[: min(self._count, SAMPLES)]
         if not len(kept):
             return {"p50_ms": 0.0, "p99_ms": 0.0, "max_ms": 0.0}

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.logs import get_logger
 from kvstore.namespaces import Namespace
 from kvstore.store import Store
 from kvstore.tier.nvme import NvmeTier
@@ -59,6 +58,8 @@ class Recovered:
 def recover(store: Store, nvme: NvmeTier) -> Recovered:
     """Fill `store.namespaces` and `store.catalog` from `nvme`; drop what cannot be served."""
     started = time.perf_counter()
+    for _ in nvme.rebuild_from_frames():
+        pass
     store.namespaces.restore(
         Namespace(
             record.index,
@@ -72,10 +73,6 @@ def recover(store: Store, nvme: NvmeTier) -> Recovered:
         for record in nvme.load_namespaces()
     )
     _restore_clear_counts(store)
-    if nvme.rebuild_reason:
-        get_logger("recovery").warning("rebuilding the index", reason=nvme.rebuild_reason)
-        for _ in nvme.rebuild_from_frames():
-            pass
     names, records = nvme.scan()
     found = Recovered(records=len(records))
     order = np.argsort(records["depth"], kind="stable")
@@ -88,7 +85,6 @@ def recover(store: Store, nvme: NvmeTier) -> Recovered:
     nvme.free(records["slot"][adopted & ~keep].astype(np.int64))
     _fill(store, names[keep], records[keep], _renumber(parents, keep))
     _drop_records(nvme, names[~keep], records[~keep])
-    nvme.finish_recovery()
     found.kept = int(np.count_nonzero(keep))
     found.seconds = round(time.perf_counter() - started, 3)
     return found
@@ -117,12 +113,13 @@ def _adopt(
     nvme: NvmeTier, records: NDArray[np.void], keep: BoolArray, found: Recovered
 ) -> BoolArray:
     """Claim the records' slots, newest write first; False where a slot is not theirs."""
-    chosen = np.flatnonzero(keep)
-    chosen = chosen[np.argsort(records["generation"][chosen], kind="stable")[::-1]]
     adopted = np.zeros(len(records), np.bool_)
-    adopted[chosen] = nvme.adopt(
-        records["slot"][chosen].astype(np.int64), records["length"][chosen].astype(np.int64)
-    )
+    lengths = records["length"].astype(np.int64)
+    for length in np.unique(lengths[keep]).tolist():
+        chosen = np.flatnonzero(keep & (lengths == length))
+        chosen = chosen[np.argsort(records["generation"][chosen], kind="stable")[::-1]]
+        slots = records["slot"][chosen].astype(np.int64)
+        adopted[chosen] = nvme.adopt(nvme.slot_bytes_for(length), slots)
     found.bad_slot = int(np.count_nonzero(keep & ~adopted))
     return adopted
 

@@ -35,6 +35,7 @@ class Room:
         host = self._store.host
         if host is None or count <= 0:
             return []
+        slot_bytes = host.slot_bytes_for(slot_bytes)
         slots = host.take(slot_bytes, count)
         while len(slots) < count:
             missing = count - len(slots)

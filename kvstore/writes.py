@@ -119,6 +119,7 @@ class WritePath:
             slots[wanted],
             new_rows,
             now + store.config.lease.write_seconds,
+            slot_bytes=namespace.slot_bytes,
         )
         return self._counted(Grant(reservation.id, statuses, slots))
 
@@ -144,6 +145,7 @@ class WritePath:
             found,
             np.full(len(slots), ABSENT_ROW, np.int64),
             now + store.config.lease.write_seconds,
+            slot_bytes=namespace.slot_bytes,
         )
         return Grant(reservation.id, np.zeros(len(slots), np.uint8), found)
 

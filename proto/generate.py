@@ -1,7 +1,9 @@
 """Generate kvstore/rpc/*_pb2*.py from proto/kvstore/v1/*.proto (run by `make proto`).
 
-The generated files are kept in the tree, so that an install needs no compiler; a test compares them with a
-fresh run. The compiler version is pinned to the oldest one whose output the supported protobuf runtimes take.
+The generated files are kept in the tree, so that an install needs no compiler; a test compares
+them with a
+fresh run. The compiler version is pinned to the oldest one whose output the supported protobuf
+runtimes take.
 """
 
 import sys

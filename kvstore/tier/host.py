@@ -36,8 +36,8 @@ class HostTier:
                 pool.retire_slab(slab)
 
     def slot_bytes_for(self, length: int) -> int:
-        """The payload padded to pages."""
-        return align_up(length, PAGE_BYTES)
+        """The payload padded to pages, at least the smallest slot."""
+        return max(align_up(length, PAGE_BYTES), self.pool.slot_bytes_min)
 
     def take(self, slot_bytes: int, count: int, *, staging: bool = False) -> list[int]:
         """Up to `count` slots, FILLING and the caller's; the last of a class only for `staging`."""
@@ -104,7 +104,7 @@ class HostTier:
         return []
 
     def describe(self) -> dict[str, object]:
-        return {"slabs": asdict(self.pool.statistics()), "arena": self.arena.statistics()}
+        return {"slabs": asdict(self.pool.statistics()), "arena": asdict(self.arena.statistics())}
 
     def check_integrity(self) -> None:
         """I1 for every slab."""
