@@ -154,16 +154,31 @@ def stat(where: Where = DEFAULT_WHERE, *, json: bool = False) -> int:
 
 
 def _as_lines(tree: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
-    """A statistics tree as aligned text: plain values of a level first, then its branches."""
+    """A statistics tree as aligned text: plain values of a level first, then its branches.
+
+    Labelled series ("dropped_blocks:io") that never moved are left out.
+    """
     indent = "  " * depth
-    leaves = {key: value for key, value in tree.items() if not isinstance(value, dict)}
+    shown = {key: value for key, value in tree.items() if value != 0 or ":" not in key}
+    branches = {key: value for key, value in shown.items() if _is_branch(value)}
+    leaves = {key: value for key, value in shown.items() if key not in branches}
     width = max(map(len, leaves), default=0)
     for key, value in leaves.items():
         yield f"{indent}{key:<{width}}  {_as_text(key, value)}"
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield f"{indent}{key}"
+    for key, value in branches.items():
+        yield f"{indent}{key}"
+        if isinstance(value, dict):
             yield from _as_lines(value, depth + 1)
+        else:
+            for item in value:
+                facts = (f"{name} {_as_text(name, fact)}" for name, fact in item.items())
+                yield f"{indent}  {', '.join(facts)}"
+
+
+def _is_branch(value: object) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(item, dict) for item in value)
+    return isinstance(value, dict) and bool(value)
 
 
 def _as_text(key: str, value: object) -> str:

@@ -26,7 +26,9 @@ NAMESPACE = bytes(range(32))
 TREE = {
     "uptime_seconds": 12.345678,
     "host": {"bytes": 1 << 30, "ready_blocks": 512, "reasons": [], "huge_pages": True},
-    "nvme": {"mode": "direct", "bytes_used": 1536, "counters": {"bytes_written:nvme": 0}},
+    "nvme": {"mode": "direct", "bytes_used": 1536, "counters": {"bytes_written": 0}},
+    "namespaces": [{"id": "00ff", "kind": "chained", "block_bytes": 2048}],
+    "counters": {"hit_blocks:host": 3, "hit_blocks:nvme": 0},
 }
 
 
@@ -109,7 +111,11 @@ def test_stat_for_people(shell: Shell, daemon: StandIn) -> None:
         "  mode        direct",
         "  bytes_used  1.5 KiB",
         "  counters",
-        "    bytes_written:nvme  0 B",
+        "    bytes_written  0 B",
+        "namespaces",
+        "  id 00ff, kind chained, block_bytes 2.0 KiB",
+        "counters",
+        "  hit_blocks:host  3",
     ]
 
 
