@@ -89,7 +89,8 @@ class SlotMap:
         """Row of each slot, int64[n], ABSENT_ROW where none."""
         slots = np.asarray(slots, np.int64)
         entries = self._entries[self._chunk_of[slots >> _CHUNK_BITS], slots & (_CHUNK_SLOTS - 1)]
-        return entries.astype(np.int64) - 1
+        rows: IntArray = entries.astype(np.int64) - 1
+        return rows
 
     def put(self, slots: IntArray, rows: IntArray | int) -> None:
         """Set the rows of `slots`; ABSENT_ROW clears."""

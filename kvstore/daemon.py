@@ -163,7 +163,9 @@ class Daemon:
                 ("grpc.http2.max_ping_strikes", 0),
             ],
         )
-        control_pb2_grpc.add_ControlServicer_to_server(ControlServicer(self.service), self._server)
+        control_pb2_grpc.add_ControlServicer_to_server(  # type: ignore[no-untyped-call]
+            ControlServicer(self.service), self._server
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(

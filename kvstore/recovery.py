@@ -106,7 +106,8 @@ def _current(store: Store, records: NDArray[np.void], found: Recovered) -> BoolA
     same = known & (records["clear_count"] == counts)
     same &= records["length"] == lengths[np.where(known, indexes, 0)]
     found.cleared = int(np.count_nonzero(known & ~same))
-    return same
+    result: BoolArray = same
+    return result
 
 
 def _adopt(

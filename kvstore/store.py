@@ -105,22 +105,25 @@ class Store:
         """Rows that exist and were stored since the last clear of their namespace."""
         known = rows != ABSENT_ROW
         columns = self.catalog
-        return known & (
+        result: BoolArray = known & (
             columns.clear_count[rows] == self.namespaces.clear_counts[columns.namespace[rows]]
         )
+        return result
 
     def is_readable(self, rows: IntArray) -> BoolArray:
         """Current rows with a READY replica in any tier."""
         columns = self.catalog
         held = (columns.host_state[rows] == READY) | (columns.nvme_state[rows] == READY)
-        return self.is_current(rows) & held
+        result: BoolArray = self.is_current(rows) & held
+        return result
 
     def is_held(self, rows: IntArray) -> BoolArray:
         """Current rows that are stored or being stored: nobody need store them again."""
         columns = self.catalog
         host = columns.host_state[rows]
         coming = (host == FILLING) | (host == COMMITTED) | (host == READY)
-        return self.is_current(rows) & (coming | (columns.nvme_state[rows] == READY))
+        result: BoolArray = self.is_current(rows) & (coming | (columns.nvme_state[rows] == READY))
+        return result
 
     def match(
         self,
@@ -327,7 +330,8 @@ class Store:
 
     def is_idle(self, rows: IntArray) -> BoolArray:
         """Rows that no lease and no job holds."""
-        return (self.catalog.leases[rows] == 0) & (self.catalog.pins[rows] == 0)
+        result: BoolArray = (self.catalog.leases[rows] == 0) & (self.catalog.pins[rows] == 0)
+        return result
 
     def forget(self, rows: IntArray, reason: str, now: float) -> IntArray:
         """Drop every replica of the idle ones among `rows`; return those that must be tried again
@@ -345,7 +349,8 @@ class Store:
             columns.set_nvme(on_nvme, ReplicaState.DRAINING)
             self.on_nvme_lost(on_nvme)
         self.drop_host(free[columns.host_state[free] == READY], reason, now)
-        return rows[busy]
+        result: IntArray = rows[busy]
+        return result
 
     def condemn(self, rows: IntArray, reason: str) -> None:
         """`rows` never match again, from now on; their replicas leave in slices as soon as nobody

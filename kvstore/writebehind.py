@@ -413,7 +413,8 @@ class WriteBehind:
                 coming |= np.isin(known, list(self._queued))
                 left = deadline - self._now()
                 if not coming.any() or left <= 0:
-                    return store.is_current(rows) & (columns.nvme_state[rows] == READY)
+                    result: BoolArray = store.is_current(rows) & (columns.nvme_state[rows] == READY)
+                    return result
                 progress = self._progress
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(progress.wait(), min(left, FLUSH_POLL_SECONDS))

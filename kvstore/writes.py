@@ -454,7 +454,6 @@ def checksums_of(namespace: Namespace, views: Sequence[ByteArray]) -> UIntArray:
     sums = np.zeros((len(views), PARTS_MAX), np.uint64)
     for index, view in enumerate(views):
         for part in parts:
-            sums[index, part.index] = xxhash.xxh3_64_intdigest(
-                view[part.offset : part.offset + part.length]
-            )
+            payload = view[part.offset : part.offset + part.length]
+            sums[index, part.index] = xxhash.xxh3_64_intdigest(payload)  # type: ignore[arg-type]  # a buffer
     return sums
