@@ -128,8 +128,8 @@ class NamespaceTable:
             if not known.same_shape(proposed):
                 raise NamespaceConflict(
                     f"namespace {namespace.hex()[:16]}… is {known.kind} with {known.layout} and "
-                    f"window {known.window_tokens}; declared again as {kind} with {layout} and window "
-                    f"{window_tokens}. Whatever differs must be part of the identity"
+                    f"window {known.window_tokens}; declared again as {kind} with {layout} and "
+                    f"window {window_tokens}. Whatever differs must be part of the identity"
                 )
             return known, False
         if len(self._by_index) >= self._namespaces_max:

@@ -308,6 +308,8 @@ class Service:
             self.store.leases.expire(now)
             self.writes.expire(now)
             self._work_in_slices(now)
+            if self.write_behind is not None:
+                self.write_behind.reap()
             if now >= next_slow:
                 next_slow = now + SLOW_TICK_SECONDS
                 self._bury()

@@ -241,31 +241,39 @@ class Store:
         Rows are in chain order. Rows whose parent is gone, or whose namespace was cleared
         meanwhile, are dropped.
         """
-        ready: list[int] = []
+        ready: dict[int, None] = {}
         columns = self.catalog
-        made: set[int] = set()
         queue = deque(int(row) for row in rows)
         while queue:
             row = queue.popleft()
-            if columns.host_state[row] != COMMITTED:
+            if columns.host_state[row] != COMMITTED or row in ready:
                 continue
-            namespace = self.namespaces.at(int(columns.namespace[row]))
-            parent = int(columns.parent[row])
-            if columns.clear_count[row] != namespace.clear_count:
+            if columns.clear_count[row] != self.namespaces.clear_counts[columns.namespace[row]]:
                 self.drop_unready(row, "cleared")
-            elif not namespace.is_prefix_closed or parent < 0 or parent in made:
-                made.add(row)
-            elif columns.host_state[parent] == READY or columns.nvme_state[parent] == READY:
-                made.add(row)
-            elif columns.host_state[parent] in (FILLING, COMMITTED):
+                continue
+            parent = int(columns.parent[row])
+            standing = READY if parent in ready else self._standing(row, parent)
+            if standing == READY:
+                ready[row] = None
+                queue.extend(self.waiting.pop(row, ()))
+            elif standing == FILLING:
                 self.waiting.setdefault(parent, []).append(row)
             else:
                 self.drop_unready(row, "parent_lost")
-            if row in made:
-                ready.append(row)
-                queue.extend(self.waiting.pop(row, ()))
         if ready:
-            self.publish(np.array(ready, np.int64), now)
+            self.publish(np.array(list(ready), np.int64), now)
+
+    def _standing(self, row: int, parent: int) -> int:
+        """Whether `row` may be seen: READY; FILLING, its parent is on its way; ABSENT, it never will."""
+        columns = self.catalog
+        namespace = self.namespaces.at(int(columns.namespace[row]))
+        if not namespace.is_prefix_closed or parent < 0:
+            return READY
+        if columns.clear_count[parent] != namespace.clear_count:
+            return ABSENT
+        if READY in (columns.host_state[parent], columns.nvme_state[parent]):
+            return READY
+        return FILLING if columns.host_state[parent] in (FILLING, COMMITTED) else ABSENT
 
     def publish(self, rows: IntArray, now: float) -> None:
         """FILLING or COMMITTED → READY: whole, verified, its parent reachable; matchable from here

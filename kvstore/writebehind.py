@@ -27,7 +27,7 @@ from kvstore.logs import get_logger
 from kvstore.namespaces import Namespace
 from kvstore.policy import VictimPicker
 from kvstore.segment import FrameFields
-from kvstore.store import ABSENT, COMMITTED, DRAINING, FILLING, READY, Store
+from kvstore.store import ABSENT, COMMITTED, DRAINING, FILLING, NO_ROWS, READY, Store
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import BoolArray, IntArray, ReplicaState, Tier
 
@@ -93,6 +93,8 @@ class WriteBehind:
         self._is_draining = False
         self._drained = asyncio.Event()
         self._deleting: set[asyncio.Task[None]] = set()
+        self._still_read: IntArray = NO_ROWS
+        """Rows whose record is gone and whose slot waits for the last read to end."""
         self._budget = WriteBudget(store.config.nvme.write_bytes_per_hour_max, clock())
         self._log = get_logger("writebehind")
         store.on_ready = self.enqueue
@@ -365,14 +367,21 @@ class WriteBehind:
         await asyncio.wrap_future(self._nvme.forget(list(zip(names, generations, strict=True))))
 
     async def _delete(self, rows: IntArray) -> None:
-        columns = self._store.catalog
         await self.delete_records(rows)
-        while (columns.pins[rows] > 0).any():
-            await asyncio.sleep(0.01)
-        slots = columns.nvme_slot[rows].copy()
-        columns.set_nvme(rows, ReplicaState.ABSENT)
+        self._still_read = np.concatenate([self._still_read, rows])
+        self.reap()
+
+    def reap(self) -> None:
+        """Free the slots of deleted replicas that no job reads any more; called periodically."""
+        columns, rows = self._store.catalog, self._still_read
+        if not len(rows):
+            return
+        done = rows[columns.pins[rows] == 0]
+        self._still_read = rows[columns.pins[rows] != 0]
+        slots = columns.nvme_slot[done].copy()
+        columns.set_nvme(done, ReplicaState.ABSENT)
         self._nvme.free(slots)
-        columns.remove_if_bare(rows)
+        columns.remove_if_bare(done)
         self._tell()
 
     async def make_room(self, slot_bytes: int, count: int) -> int:
