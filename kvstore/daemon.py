@@ -31,8 +31,10 @@ from kvstore.config import Config
 from kvstore.errors import InvariantViolated, KVStoreError
 from kvstore.logs import get_logger
 from kvstore.mover import Mover
+from kvstore.nvme_room import NvmeRoom
 from kvstore.policy import VictimPicker
 from kvstore.recovery import Recovered, recover
+from kvstore.reservation_ends import ReservationEnds
 from kvstore.room import Room
 from kvstore.rpc import control_pb2, control_pb2_grpc
 from kvstore.rpc.server import ControlServicer
@@ -103,14 +105,16 @@ class Daemon:
         room = Room(store, picker)
         sessions = Sessions(config.limits.clients_max)
         hashers = self._pool("hash", 2)
-        writes = WritePath(store, room, hashers, now, sessions.of_engine)
+        ends = ReservationEnds(store, sessions.of_engine)
+        writes = WritePath(store, room, hashers, ends, now)
         readers = self._pool("read", config.nvme.readers)
         mover = Mover(store, room, readers, config.nvme.readers, now)
-        write_behind = None
+        write_behind = nvme_room = None
         if store.nvme is not None:
             writers = self._pool("write", config.nvme.writers)
+            nvme_room = NvmeRoom(store, store.nvme, picker, now)
             write_behind = WriteBehind(
-                store, store.nvme, picker, writers, now, lambda: mover.is_busy
+                store, store.nvme, nvme_room, writers, now, lambda: mover.is_busy
             )
             self._start_task(write_behind.run())
         helpers = self._pool("help", 1)
@@ -119,8 +123,10 @@ class Daemon:
             self.clock,
             store,
             writes,
+            ends,
             mover,
             write_behind,
+            nvme_room,
             Scrubber(store, helpers),
             sessions,
             helpers,

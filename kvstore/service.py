@@ -26,6 +26,8 @@ from kvstore.logs import get_logger, tell_held_back
 from kvstore.loop_lag import LoopLag
 from kvstore.mover import LoadStream, Mover
 from kvstore.namespaces import Namespace
+from kvstore.nvme_room import NvmeRoom
+from kvstore.reservation_ends import ReservationEnds
 from kvstore.rpc.sessions import Session, Sessions
 from kvstore.scrub import Progress, Scrubber
 from kvstore.store import GroupMatch, Store
@@ -61,8 +63,10 @@ class Service:
         clock: Clock,
         store: Store,
         writes: WritePath,
+        ends: ReservationEnds,
         mover: Mover,
         write_behind: WriteBehind | None,
+        nvme_room: NvmeRoom | None,
         scrubber: Scrubber,
         sessions: Sessions,
         workers: Executor,
@@ -72,8 +76,10 @@ class Service:
         self.config = config
         self.store = store
         self.writes = writes
+        self.ends = ends
         self.mover = mover
         self.write_behind = write_behind
+        self.nvme_room = nvme_room
         self.scrubber = scrubber
         self.sessions = sessions
         self.boot_id = boot_id
@@ -117,7 +123,7 @@ class Service:
         """
         self.sessions.close(session)
         self.store.leases.drop_client(session.client, self.now())
-        self.writes.client_lost(session.client)
+        self.ends.client_lost(session.client)
         self._log.info("client left", engine=session.engine, pid=session.pid)
         self._bury()
 
@@ -126,7 +132,7 @@ class Service:
         for session in self.sessions.waiting():
             host = self.store.host
             if not session.lock_file or host is None or host.arena.client_gone(session.lock_file):
-                self.writes.client_gone(session.client)
+                self.ends.client_gone(session.client)
                 self.sessions.gone(session)
 
     # ------------------------------------------------------------------ verbs
@@ -271,8 +277,8 @@ class Service:
             return 0
         doomed = self.store.descent_of(int(row[0]))
         self.store.condemn(doomed, "deleted")
-        if self.write_behind is not None:
-            await self.write_behind.delete_records(doomed)
+        if self.nvme_room is not None:
+            await self.nvme_room.delete_records(doomed)
         return len(doomed)
 
     async def clear(self, namespace: Namespace) -> None:
@@ -306,10 +312,10 @@ class Service:
             await self.lag.sleep(TICK_SECONDS)
             now = self.now()
             self.store.leases.expire(now)
-            self.writes.expire(now)
+            self.ends.expire(now)
             self._work_in_slices(now)
-            if self.write_behind is not None:
-                self.write_behind.reap()
+            if self.nvme_room is not None:
+                self.nvme_room.reap()
             if now >= next_slow:
                 next_slow = now + SLOW_TICK_SECONDS
                 self._bury()

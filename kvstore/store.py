@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import lcm
 
 import numpy as np
 
+from kvstore.boundary import GroupReach, common_boundary
 from kvstore.catalog import ABSENT_ROW, Catalog
 from kvstore.config import Config
 from kvstore.counters import TIERS, Counters
@@ -143,7 +143,13 @@ class Store:
             raise InvalidRequest("match: no KV group given")
         rows = [self._known_rows(namespace, names) for namespace, names in groups]
         usable = [self.is_readable(found) for found in rows]
-        boundary = self._boundary([ns for ns, _ in groups], usable, prompt_tokens)
+        boundary = common_boundary(
+            [
+                GroupReach(namespace.layout.block_tokens, namespace.window_tokens, mask)
+                for (namespace, _), mask in zip(groups, usable, strict=True)
+            ],
+            prompt_tokens,
+        )
         result = MatchResult(boundary, [])
         for (namespace, names), found in zip(groups, rows, strict=True):
             block_tokens = namespace.layout.block_tokens
@@ -166,34 +172,6 @@ class Store:
         if namespace.is_prefix_closed:
             return self.catalog.prefix_rows(names)
         return self.catalog.rows(names)
-
-    @staticmethod
-    def _boundary(
-        namespaces: Sequence[Namespace], usable: Sequence[BoolArray], prompt_tokens: int
-    ) -> int:
-        """Largest multiple of all block sizes that every group can serve."""
-        step = lcm(*(namespace.layout.block_tokens for namespace in namespaces))
-        limit = prompt_tokens or 1 << 62
-        windows: list[tuple[int, int, IntArray]] = []
-        for namespace, mask in zip(namespaces, usable, strict=True):
-            block_tokens = namespace.layout.block_tokens
-            if namespace.window_tokens:
-                limit = min(limit, len(mask) * block_tokens)
-                index = np.arange(len(mask), dtype=np.int64)
-                last_hole = np.maximum.accumulate(np.where(mask, -1, index)) if len(mask) else index
-                windows.append((block_tokens, namespace.window_tokens, last_hole))
-            else:
-                prefix = len(mask) if mask.all() else int(mask.argmin())
-                limit = min(limit, prefix * block_tokens)
-        limit -= limit % step
-        if not windows or not limit:
-            return limit
-        candidates = np.arange(step, limit + 1, step, dtype=np.int64)
-        fits = np.ones(len(candidates), np.bool_)
-        for block_tokens, window, last_hole in windows:
-            first_needed = np.maximum(0, candidates - window) // block_tokens
-            fits &= last_hole[candidates // block_tokens - 1] < first_needed
-        return int(candidates[fits][-1]) if fits.any() else 0
 
     def _count_query(self, asked: int, group: GroupMatch) -> None:
         counters = self.counters
@@ -264,7 +242,7 @@ class Store:
             self.publish(np.array(list(ready), np.int64), now)
 
     def _standing(self, row: int, parent: int) -> int:
-        """Whether `row` may be seen: READY; FILLING, its parent is on its way; ABSENT, it never will."""
+        """READY: may be seen now. FILLING: its parent is on its way. ABSENT: it never will be."""
         columns = self.catalog
         namespace = self.namespaces.at(int(columns.namespace[row]))
         if not namespace.is_prefix_closed or parent < 0:

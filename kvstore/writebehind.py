@@ -5,8 +5,6 @@ Primitives of `WriteBehind`:
               and counted)
   `run`       the task: batches of frames → fdatasync → index record; only then is a replica READY
   `flush`     moves the asked rows to the front and tells which are durable by the deadline
-  `lost`      NVMe replicas that must go: record deleted and committed first, then the slot is free
-  `make_room` the least valuable idle leaves leave NVMe
 
 Durable means: frame written, fdatasync, LMDB transaction committed with sync on.
 """
@@ -25,9 +23,9 @@ from kvstore.catalog import ABSENT_ROW
 from kvstore.errors import DataError, TierError, TierFull
 from kvstore.logs import get_logger
 from kvstore.namespaces import Namespace
-from kvstore.policy import VictimPicker
+from kvstore.nvme_room import NvmeRoom, WriteBudget
 from kvstore.segment import FrameFields
-from kvstore.store import ABSENT, COMMITTED, DRAINING, FILLING, NO_ROWS, READY, Store
+from kvstore.store import ABSENT, COMMITTED, DRAINING, FILLING, READY, Store
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import BoolArray, IntArray, ReplicaState, Tier
 
@@ -37,31 +35,6 @@ BATCH_BLOCKS_MAX = 256
 YIELD_TO_LOADS_SECONDS = 0.05
 """Longest wait for running loads before a batch goes out all the same."""
 FLUSH_POLL_SECONDS = 0.25
-HOUR_SECONDS = 3600.0
-EVICT_BATCH_MIN = 16
-
-
-class WriteBudget:
-    """Token bucket over bytes: at most `bytes_per_hour` (0: unlimited), with a burst of one
-    minute's worth.
-    """
-
-    def __init__(self, bytes_per_hour: int, now: float) -> None:
-        self._rate = bytes_per_hour / HOUR_SECONDS
-        self._burst = bytes_per_hour / 60
-        self._tokens = self._burst
-        self._last = now
-
-    def take(self, count: int, now: float) -> bool:
-        """Whether `count` bytes may be written now; charges them when so."""
-        if not self._rate:
-            return True
-        self._tokens = min(self._burst, self._tokens + (now - self._last) * self._rate)
-        self._last = now
-        if count > self._tokens:
-            return False
-        self._tokens -= count
-        return True
 
 
 class WriteBehind:
@@ -73,14 +46,14 @@ class WriteBehind:
         self,
         store: Store,
         nvme: NvmeTier,
-        picker: VictimPicker,
+        room: NvmeRoom,
         workers: Executor,
         clock: Callable[[], float],
         is_loading: Callable[[], bool],
     ) -> None:
         self._store = store
         self._nvme = nvme
-        self._picker = picker
+        self._room = room
         self._workers = workers
         self._now = clock
         self._is_loading = is_loading
@@ -92,13 +65,10 @@ class WriteBehind:
         self._inflight = 0
         self._is_draining = False
         self._drained = asyncio.Event()
-        self._deleting: set[asyncio.Task[None]] = set()
-        self._still_read: IntArray = NO_ROWS
-        """Rows whose record is gone and whose slot waits for the last read to end."""
         self._budget = WriteBudget(store.config.nvme.write_bytes_per_hour_max, clock())
         self._log = get_logger("writebehind")
         store.on_ready = self.enqueue
-        store.on_nvme_lost = self.lost
+        room.on_freed = self._tell
 
     @property
     def queued_blocks(self) -> int:
@@ -247,7 +217,7 @@ class WriteBehind:
             size = self._slot_bytes(int(columns.length[row]))
             got = self._nvme.take(size, 1)
             if not got:
-                await self.make_room(size, min(len(rows) - len(slots), BATCH_BLOCKS_MAX))
+                await self._room.make_room(size, min(len(rows) - len(slots), BATCH_BLOCKS_MAX))
                 got = self._nvme.take(size, 1)
             if not got:
                 break
@@ -349,54 +319,6 @@ class WriteBehind:
     def _needs_parent(self, row: int) -> bool:
         columns = self._store.catalog
         return self._store.namespaces.at(int(columns.namespace[row])).is_prefix_closed
-
-    # ------------------------------------------------------------------ leaving NVMe
-
-    def lost(self, rows: IntArray) -> None:
-        """Rows whose NVMe replica is DRAINING: delete their records, then free their slots."""
-        task = asyncio.get_running_loop().create_task(self._delete(rows))
-        self._deleting.add(task)
-        task.add_done_callback(self._deleting.discard)
-
-    async def delete_records(self, rows: IntArray) -> None:
-        """Their records leave the index, durably when this returns; replicas and slots stay."""
-        columns = self._store.catalog
-        held = rows[columns.nvme_state[rows] != ABSENT]
-        names = [columns.fingerprints[row].tobytes() for row in held]
-        generations = columns.nvme_generation[held].tolist()
-        await asyncio.wrap_future(self._nvme.forget(list(zip(names, generations, strict=True))))
-
-    async def _delete(self, rows: IntArray) -> None:
-        await self.delete_records(rows)
-        self._still_read = np.concatenate([self._still_read, rows])
-        self.reap()
-
-    def reap(self) -> None:
-        """Free the slots of deleted replicas that no job reads any more; called periodically."""
-        columns, rows = self._store.catalog, self._still_read
-        if not len(rows):
-            return
-        done = rows[columns.pins[rows] == 0]
-        self._still_read = rows[columns.pins[rows] != 0]
-        slots = columns.nvme_slot[done].copy()
-        columns.set_nvme(done, ReplicaState.ABSENT)
-        self._nvme.free(slots)
-        columns.remove_if_bare(done)
-        self._tell()
-
-    async def make_room(self, slot_bytes: int, count: int) -> int:
-        """Evict idle leaves of one size from NVMe; their slots are free when this returns."""
-        held = self._nvme.slots_of_class(slot_bytes)
-        if not len(held):
-            return 0
-        now = self._now()
-        victims = self._picker.pick(held, Tier.NVME, max(count, EVICT_BATCH_MIN), now)
-        if len(victims):
-            self._store.counters.add("dropped_blocks:evicted", len(victims))
-            self._store.catalog.set_nvme(victims, ReplicaState.DRAINING)
-            self._store.policy.evicted(victims, Tier.NVME, now)
-            await self._delete(victims)
-        return len(victims)
 
     # ------------------------------------------------------------------ flush and drain
 

@@ -26,8 +26,9 @@ from kvstore.catalog import ABSENT_ROW
 from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.lease import Reservation
 from kvstore.namespaces import Namespace
+from kvstore.reservation_ends import ReservationEnds
 from kvstore.room import Room
-from kvstore.store import COMMITTED, FILLING, Store
+from kvstore.store import COMMITTED, Store
 from kvstore.types import (
     FINGERPRINT_BYTES,
     PARTS_MAX,
@@ -61,14 +62,14 @@ class WritePath:
         store: Store,
         room: Room,
         workers: Executor,
+        ends: ReservationEnds,
         clock: Callable[[], float],
-        engine_clients: Callable[[str], set[ClientId]],
     ) -> None:
         self._store = store
         self._room = room
         self._workers = workers
         self._now = clock
-        self._engine_clients = engine_clients
+        self._ends = ends
 
     # ------------------------------------------------------------------ reserve
 
@@ -257,7 +258,7 @@ class WritePath:
             store.catalog.set_host(done, ReplicaState.COMMITTED)
             store.catalog.pins[done] += 1
         if end or not found.slots_left:
-            self._end(found, client)
+            self._ends.end(found, client)
         if whole:
             await self._finish(namespace, done)
             statuses[whole] = self._outcomes(done, names, whole)
@@ -369,77 +370,6 @@ class WritePath:
             ready, BlockStatus.STORED, np.where(waiting, BlockStatus.WAITING, BlockStatus.DROPPED)
         )
         return result.astype(np.uint8)
-
-    # ------------------------------------------------------------------ ends
-
-    def abort(self, client: ClientId, engine: str, reservation: ReservationId) -> int:
-        """End a reservation; also this client's word that its last copy into it has ended. Slots
-        freed now.
-        """
-        store = self._store
-        freed = store.reservations.acknowledge(client, reservation)
-        if freed is not None:
-            store.counters.add("late_commits")
-            store.host_tier.free(freed)
-            return len(freed)
-        found = store.reservations.find(client, engine, reservation)
-        return self._end(found, client)
-
-    def expire(self, now: float) -> None:
-        """Reservations past their deadline: names are dropped, slots quarantined until their
-        writers are done.
-        """
-        for found in self._store.reservations.expire(now):
-            self._store.counters.add("expired_reservations")
-            self._quarantine(found, self._engine_clients(found.engine) | {found.client})
-
-    def client_lost(self, client: ClientId) -> None:
-        """A client's Attach stream ended: its reservations end; slots wait until its process is
-        known to be gone.
-        """
-        for found in self._store.reservations.of_client(client):
-            self._quarantine(found, self._engine_clients(found.engine) | {client})
-
-    def client_gone(self, client: ClientId) -> None:
-        """The client's process is proved gone: what was quarantined for it alone is free."""
-        freed = self._store.reservations.client_gone(client)
-        if len(freed):
-            self._store.host_tier.free(freed)
-
-    def _end(self, found: Reservation, client: ClientId) -> int:
-        """The owner is done: unfilled slots are free, unless another rank's process may still
-        copy.
-        """
-        others = self._engine_clients(found.engine) - {client}
-        layout = self._store.namespaces.at(found.namespace).layout
-        if found.slots_left and layout.ranks > 1 and others and not found.is_anonymous:
-            self._quarantine(found, others)
-            return 0
-        slots = self._drop_names(found)
-        self._store.reservations.end(found)
-        self._store.host_tier.free(slots)
-        return len(slots)
-
-    def _quarantine(self, found: Reservation, writers: set[ClientId]) -> None:
-        slots = self._drop_names(found)
-        self._store.host_tier.quarantine(slots)
-        self._store.reservations.hold(found, slots, writers)
-
-    def _drop_names(self, found: Reservation) -> IntArray:
-        """Forget the FILLING rows of a reservation but keep its slots; committed children are
-        dropped.
-        """
-        store, columns = self._store, self._store.catalog
-        slots = found.slots
-        for slot in slots:
-            row = found.row_of(int(slot))
-            if row >= 0 and columns.host_state[row] == FILLING:
-                columns.set_host(row, ReplicaState.ABSENT)
-                for child in store.waiting.pop(row, ()):
-                    store.drop_unready(child, "parent_lost")
-                store.counters.add("store_blocks:dropped")
-                columns.remove_if_bare(np.array([row], np.int64))
-        return slots
 
 
 NO_PARENT_ROW = -2

@@ -315,7 +315,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     @unary
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortReply:
         session = self.service.sessions.get(request.client)
-        freed = self.service.writes.abort(
+        freed = self.service.ends.abort(
             session.client, session.engine, ReservationId(request.reservation)
         )
         return pb.AbortReply(freed=freed)
