@@ -110,6 +110,11 @@ class DirectoryWriter:
         columns = self._columns
         generations = columns.generations[slots]
         check((generations & ONE).all(), "only an unreadable slot is published")
+        check(
+            0 <= namespace < columns.namespaces_max,
+            "I8: a block has its namespace",
+            index=namespace,
+        )
         records = np.empty((len(slots), RECORD_WORDS), U64)
         records[:, :NAME_WORDS] = names_of(fingerprints)
         records[:, OFFSET] = offsets
