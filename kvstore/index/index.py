@@ -57,6 +57,8 @@ class IndexStatistics:
     records_deleted: int
     puts_refused: int
     stale_readers_cleared: int
+    reader_slots: int
+    """Most read transactions that ever ran at once."""
     pending_records: int
 
 
@@ -268,9 +270,8 @@ class Index:
                 for job in jobs:
                     for name, generation in job.deletes:
                         deleted += self._delete(transaction, name, generation)
-                if any(job.puts or job.values for job in jobs):
-                    self._check_headroom(transaction)
-                for job in jobs:
+                    if job.puts or job.values:
+                        self._check_headroom(transaction)
                     for name, record in job.puts:
                         transaction.put(name, record, db=self._blocks)
                     for name, value in job.values:
@@ -375,6 +376,7 @@ class Index:
             records_deleted=self._deleted,
             puts_refused=self._refused,
             stale_readers_cleared=self._stale_readers,
+            reader_slots=self._environment.info()["num_readers"],
             pending_records=self._pending,
         )
 

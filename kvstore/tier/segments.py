@@ -309,10 +309,9 @@ class Segments:
     def _close_idle(self, keep: _Segment) -> None:
         """Stay below FILES_OPEN_MAX descriptors: idle files are closed, oldest first."""
         with self._lock:
-            open_now = [item for item in self._table.values() if item.file is not None]
-            for segment in open_now[: max(0, len(open_now) - FILES_OPEN_MAX)]:
-                if segment is not keep:
-                    _close_if_idle(segment)
+            others = [item for item in self._table.values() if item.file and item is not keep]
+            for segment in others[: max(0, len(others) + 1 - FILES_OPEN_MAX)]:
+                _close_if_idle(segment)
 
     def _forget(self, segment: _Segment) -> None:
         """Out of the table; its descriptor is closed as soon as no transfer uses it."""
