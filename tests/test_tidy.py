@@ -23,7 +23,7 @@ INVARIANTS = [f"I{number}" for number in range(1, 12)]
 
 
 def is_generated(path: Path) -> bool:
-    return "_pb2" in path.name
+    return "_pb2" in path.name or "out" in path.relative_to(ROOT).parts
 
 
 def sources(*folders: str) -> list[str]:
