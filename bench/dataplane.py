@@ -23,8 +23,8 @@ SUITE = Suite(
         dataplane_match.PART,
         dataplane_host.PART,
         dataplane_nvme.PART,
-        dataplane_clients.PART,
-        dataplane_start.PART,
+        *dataplane_clients.PARTS,
+        *dataplane_start.PARTS,
         dataplane_torn.PART,
     ],
 )

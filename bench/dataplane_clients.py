@@ -1,13 +1,13 @@
 """Several client processes at once: a load's cost beside its copy, the lag of the daemon's loop.
 
-Primitives: `loads_with_pauses`, `store_and_load` run in processes of their own; `PART`.
+Primitives: `loads_with_pauses`, `store_and_load` run in processes of their own; `PARTS`.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from bench.daemons import DaemonProcess
 from bench.dataplane_common import Space, space_on
 from bench.dataplane_host import wait_for_huge_pages
-from bench.harness import Bar, Context, Part, Reading, spread
+from bench.harness import Bar, Context, Reading, single, spread
 from bench.plain import MIB, Ring
 
 CLIENTS = 4
@@ -139,15 +139,8 @@ class _Workers:
                 process.join()
 
 
-def measure(context: Context) -> Iterator[Reading]:
-    """A daemon for each figure."""
-    if context.wants("four_clients_fixed_p95_ms"):
-        yield _four_clients(context)
-    if context.wants("loop_lag_p99_ms"):
-        yield _loop_lag(context)
-
-
-def _four_clients(context: Context) -> Reading:
+def four_clients(context: Context) -> Reading:
+    """Time of a load that is not its copy, with four clients that pause between loads."""
     settings = {"nvme.enabled": "false", "host.bytes": "1GiB"}
     with DaemonProcess(context.folder("four"), settings) as daemon:
         wait_for_huge_pages(context, daemon)
@@ -168,7 +161,8 @@ def _four_clients(context: Context) -> Reading:
     )
 
 
-def _loop_lag(context: Context) -> Reading:
+def loop_lag(context: Context) -> Reading:
+    """The daemon's own measure while clients do all they can and write-behind runs."""
     seconds = context.several(15, 4)
     settings = {"host.bytes": "1GiB", "nvme.bytes_max": "4GiB"}
     with DaemonProcess(context.folder("lag"), settings) as daemon:
@@ -194,11 +188,7 @@ def _loop_lag(context: Context) -> Reading:
     )
 
 
-PART = Part(
-    "four clients at once",
-    (
-        Bar("four_clients_fixed_p95_ms", "ms", at_most=3),
-        Bar("loop_lag_p99_ms", "ms", at_most=10),
-    ),
-    measure,
+PARTS = (
+    single(four_clients, Bar("four_clients_fixed_p95_ms", "ms", at_most=3)),
+    single(loop_lag, Bar("loop_lag_p99_ms", "ms", at_most=10)),
 )

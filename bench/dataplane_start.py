@@ -1,6 +1,6 @@
 """What the daemon costs before it serves: imports, disk, start after a crash, memory a block.
 
-Primitives: `restart`, `import_seconds`, `venv_size`, `memory_per_block`, one reading each; `PART`.
+Primitives: `restart`, `import_seconds`, `venv_size`, `memory_per_block`, one reading each; `PARTS`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from bench.daemons import DaemonProcess, PrivateMemory
 from bench.dataplane_common import space_on
-from bench.harness import OUT, Bar, Context, Part, Reading, spread, timed
+from bench.harness import OUT, Bar, Context, Reading, single, spread, timed
 from bench.nvme_directory import fill_directory
 
 RESTART_BLOCKS = 100_000
@@ -29,32 +30,15 @@ SETTLE_SECONDS = 2.0
 PROJECT = Path(__file__).resolve().parent.parent
 
 
-def measure(context: Context) -> Iterator[Reading]:
-    """Each by itself."""
-    if context.wants("restart_100k_blocks_seconds"):
-        yield restart(context)
-    if context.wants("daemon_import_seconds"):
-        yield import_seconds(context)
-    if context.wants("daemon_venv_MiB"):
-        yield venv_size(context)
-    if context.wants("record_bytes_per_block"):
-        yield memory_per_block(context)
-
-
 def restart(context: Context) -> Reading:
-    """Blocks stored and flushed as a client does it; then SIGKILL and start, several times."""
+    """Records made by the tier, one chain stored by a client; then SIGKILL, start, and again."""
     settings = {"host.bytes": "256MiB", "nvme.bytes_max": "4GiB"}
-    with DaemonProcess(context.folder("restart"), settings) as daemon:
-        context.step(f"storing {RESTART_BLOCKS} blocks of 4 KiB, until they are durable")
+    folder = context.folder("restart")
+    _fill(folder, settings, RESTART_BLOCKS - CHAIN_BLOCKS)
+    with DaemonProcess(folder, settings) as daemon:
         with space_on(daemon.socket, 16, PAYLOAD_BYTES) as space:
-            scratch = np.empty((CHAIN_BLOCKS, PAYLOAD_BYTES), np.uint8)
-            before = None
-            for number in range(RESTART_BLOCKS // CHAIN_BLOCKS):
-                chain = space.chain(number, CHAIN_BLOCKS)
-                space.store(chain, scratch)
-                if before is not None:
-                    space.flush(before)
-                before = chain
+            chain = space.chain(0, CHAIN_BLOCKS)
+            space.store(chain)
             space.flush(chain)
         seconds = []
         for _ in range(context.several(7, 3)):
@@ -63,8 +47,9 @@ def restart(context: Context) -> Reading:
             if (blocks := daemon.stat()["blocks"]) != RESTART_BLOCKS:
                 raise RuntimeError(f"{blocks} of {RESTART_BLOCKS} blocks after the restart")
         with space_on(daemon.socket, 16, PAYLOAD_BYTES) as space:
-            result = space.handle.load(chain, scratch)
-            space.check(chain, scratch[: result.blocks])
+            loaded = np.empty((CHAIN_BLOCKS, PAYLOAD_BYTES), np.uint8)
+            result = space.handle.load(chain, loaded)
+            space.check(chain, loaded[: result.blocks])
             if result.from_nvme != CHAIN_BLOCKS:
                 raise RuntimeError(f"after the restart {result}")
     return Reading(
@@ -94,15 +79,16 @@ def _run_seconds(command: list[str]) -> float:
 
 
 def venv_size(context: Context) -> Reading:
-    """A virtual environment with the base dependencies, kept while pyproject.toml stays."""
-    key = hashlib.sha256((PROJECT / "pyproject.toml").read_bytes()).hexdigest()[:12]
+    """A virtual environment with the base dependencies, kept while they stay the same."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    key = hashlib.sha256(repr(project["dependencies"]).encode()).hexdigest()[:12]
     venv = OUT / f"venv-{key}"
     if not (venv / "whole").exists():
         context.step("installing the base dependencies into a virtual environment of their own")
         for old in OUT.glob("venv-*"):
             shutil.rmtree(old)
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-        pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", str(PROJECT)]
+        pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-qq", str(PROJECT)]
         subprocess.run([*pip, "--disable-pip-version-check"], check=True, stdout=sys.stderr)
         (venv / "whole").touch()
     shown = subprocess.run(["du", "-sm", venv], check=True, capture_output=True, text=True)
@@ -121,16 +107,9 @@ def memory_per_block(context: Context) -> Reading:
     settings = {"host.bytes": "64MiB", "nvme.bytes_max": "6GiB"}
     with DaemonProcess(context.folder("empty"), settings) as daemon:
         empty = _settled(daemon)
-    context.step(f"writing an NVMe directory of {count} records")
     folder = context.folder("many")
-    spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(
-        target=fill_directory, args=(folder / "data", settings, count, PAYLOAD_BYTES)
-    )
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError("the directory was not written, see above")
+    context.step(f"writing an NVMe directory of {count} records")
+    _fill(folder, settings, count)
     with DaemonProcess(folder, settings) as daemon:
         full = _settled(daemon)
         blocks = int(daemon.stat()["blocks"])
@@ -146,18 +125,25 @@ def memory_per_block(context: Context) -> Reading:
     )
 
 
+def _fill(folder: Path, settings: Mapping[str, str], count: int) -> None:
+    """An NVMe directory of `count` records, written by a process of its own."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=fill_directory, args=(folder / "data", settings, count, PAYLOAD_BYTES)
+    )
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError("the directory was not written, see above")
+
+
 def _settled(daemon: DaemonProcess) -> PrivateMemory:
     time.sleep(SETTLE_SECONDS)
     return daemon.private()
 
 
-PART = Part(
-    "start cost and memory",
-    (
-        Bar("restart_100k_blocks_seconds", "s", at_most=1.0),
-        Bar("daemon_import_seconds", "s", at_most=0.6),
-        Bar("daemon_venv_MiB", "MiB", at_most=250),
-        Bar("record_bytes_per_block", "B", at_most=700),
-    ),
-    measure,
+PARTS = (
+    single(restart, Bar("restart_100k_blocks_seconds", "s", at_most=1.0)),
+    single(import_seconds, Bar("daemon_import_seconds", "s", at_most=0.6)),
+    single(venv_size, Bar("daemon_venv_MiB", "MiB", at_most=250)),
+    single(memory_per_block, Bar("record_bytes_per_block", "B", at_most=700)),
 )

@@ -132,6 +132,11 @@ class Part:
     measure: Callable[[Context], Iterable[Reading]]
 
 
+def single(measure: Callable[[Context], Reading], bar: Bar) -> Part:
+    """A part of one figure."""
+    return Part(bar.name, (bar,), lambda context: [measure(context)])
+
+
 # ---------------------------------------------------------------------- samples
 
 

@@ -41,10 +41,9 @@ def fill_directory(
         rng = np.random.default_rng(5)
         slab_slots = geometry_of(config.segment_bytes).slots_per_slab_max
         made: set[int] = set()
-        for _ in range(0, count, BATCH_BLOCKS):
-            frames, slots = _frames(
-                tier, space, layout, rng.bytes(BATCH_BLOCKS * FINGERPRINT_BYTES)
-            )
+        for done in range(0, count, BATCH_BLOCKS):
+            names = rng.bytes(min(BATCH_BLOCKS, count - done) * FINGERPRINT_BYTES)
+            frames, slots = _frames(tier, space, layout, names)
             for frame, slot in zip(frames, slots, strict=True):
                 if slot // slab_slots not in made:
                     made.add(slot // slab_slots)
