@@ -1,0 +1,293 @@
+"""What is worth keeping, and who goes first.
+
+Primitives: `Policy` (the judgement: told of uses, asked for scores), `LruLeaf` (the plain one),
+`make_policy`, `VictimPicker` (finds the lowest scores among replicas that may leave now).
+
+Pure: time and random numbers come as arguments. A policy changes nothing but the catalog's `uses`
+and `last_use`; the picker changes nothing at all: evicting what it returns is the caller's.
+
+Leaf first: a block whose child has a replica in the same tier stays, so that no tier holds blocks
+that nothing leads to. Namespaces in `leaf_exempt` (flat, sliding window) need no parents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.catalog import Catalog
+from kvstore.errors import ConfigError
+from kvstore.types import BoolArray, FloatArray, IntArray, ReplicaState, Tier
+
+_N = TypeVar("_N", bound=np.integer)
+_READY = int(ReplicaState.READY)
+_NONE: IntArray = np.empty(0, np.int64)
+
+_BATCH = 16
+"""Victims a search provides at least; what the caller did not ask for is kept for its next call."""
+_SAMPLES_A_VICTIM = 32
+_SAMPLES_MAX = 8192
+_KNOWN_A_VICTIM = 4
+"""Candidates a victim is chosen from at least, where there are as many."""
+_SPARE = 256
+_FOLLOWERS = 64
+_PATIENCE = 16
+_WINDOW = 16384
+"""Slots a scan looks at in one piece: about 0.5 ms."""
+_WINDOWS_MAX = 3
+_SCAN_SLOTS_A_VICTIM = 512
+_SCAN_PAUSE_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class RequestShape:
+    """What is known of the request behind a use; 0 means unknown."""
+
+    blocks: int = 0
+    """Full blocks of its prompt."""
+    blocks_found: int = 0
+    """How many of them were held."""
+    hint: int = 0
+    """A class the client named."""
+
+
+UNKNOWN_REQUEST = RequestShape()
+
+
+class Policy(Protocol):
+    """Judgement over catalog rows. It may read every column; `rows` are int64[n].
+
+    A policy may keep what it likes beside the catalog (ghosts, class statistics), keyed by the
+    first 8 bytes of the fingerprint; costs and budgets come to its constructor.
+    """
+
+    name: str
+
+    def inserted(self, rows: IntArray, now: float, request: RequestShape = UNKNOWN_REQUEST) -> None:
+        """Blocks became READY: new, recovered (`uses` set before), or back in a faster tier."""
+
+    def touched(self, rows: IntArray, now: float, request: RequestShape = UNKNOWN_REQUEST) -> None:
+        """One request used these blocks: one use each, also of a row that is named twice."""
+
+    def evicted(self, rows: IntArray, tier: Tier, now: float) -> None:
+        """The rows' replicas in `tier` leave for want of room. Called while the rows still live."""
+
+    def scores(self, rows: IntArray, tier: Tier, now: float) -> FloatArray:
+        """Worth of the rows' replicas in `tier`, float64[n]; the lowest leaves first."""
+
+    def admit(self, rows: IntArray, tier: Tier, now: float) -> BoolArray:
+        """Which rows are worth writing to `tier`, bool[n]; whether affordable is not asked."""
+
+    def promote(self, rows: IntArray, now: float) -> BoolArray:
+        """Which rows, read from a slower tier, are worth keeping in the host tier, bool[n]."""
+
+
+class LruLeaf:
+    """The least recently used leaf goes first; of one request's blocks the deepest. Admits all."""
+
+    name = "lru"
+    _SECONDS_A_BLOCK = 1e-9
+    """Orders equal times by depth; a chain of a million blocks shifts by a millisecond."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def inserted(self, rows: IntArray, now: float, request: RequestShape = UNKNOWN_REQUEST) -> None:
+        """New blocks count as used now, without a use."""
+        self._catalog.last_use[rows] = now
+
+    def touched(self, rows: IntArray, now: float, request: RequestShape = UNKNOWN_REQUEST) -> None:
+        """See Policy."""
+        self._catalog.last_use[rows] = now
+        # Not np.add.at: a row that is named twice is used once.
+        self._catalog.uses[rows] += 1
+
+    def evicted(self, rows: IntArray, tier: Tier, now: float) -> None:
+        """Nothing is kept of blocks that left."""
+
+    def scores(self, rows: IntArray, tier: Tier, now: float) -> FloatArray:
+        """Time of the last use."""
+        catalog = self._catalog
+        return catalog.last_use[rows] - catalog.depth[rows] * self._SECONDS_A_BLOCK
+
+    def admit(self, rows: IntArray, tier: Tier, now: float) -> BoolArray:
+        """Everything."""
+        return np.ones(rows.size, np.bool_)
+
+    def promote(self, rows: IntArray, now: float) -> BoolArray:
+        """Everything."""
+        return np.ones(rows.size, np.bool_)
+
+
+def make_policy(name: str, catalog: Catalog) -> Policy:
+    """The policy called `name` in the configuration. Raises ConfigError."""
+    if name == LruLeaf.name:
+        return LruLeaf(catalog)
+    raise ConfigError(f"policy.name={name!r} does not exist; use {LruLeaf.name!r}")
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """What is remembered of one slot size; all of it is looked at again before use."""
+
+    held: IntArray
+    credit: int
+    """Slots that may be scanned although some victims are known."""
+    queue: IntArray = field(default_factory=lambda: _NONE)
+    """Slots of the next victims, lowest score first."""
+    ceiling: float = -np.inf
+    """Highest score in the queue when it was made."""
+    spare: IntArray = field(default_factory=lambda: _NONE)
+    """Slots of candidates that were not low enough for the queue."""
+    followers: IntArray = field(default_factory=lambda: _NONE)
+    """Slots of earlier victims' parents, which may be leaves by now, and of those victims."""
+    patience: int = 0
+    """Picks for which followers alone will do, because the last search found too little."""
+    cursor: int = 0
+    scan_after: float = -np.inf
+
+
+class VictimPicker:
+    """Finds which replicas of one slot size leave next.
+
+    Small sizes are ranked whole. Larger ones are sampled, and candidates that were not taken are
+    kept for later; parents of earlier victims are candidates too. Where that is not enough, windows
+    of the whole are scanned, in proportion to the victims they serve. No pick takes over 2 ms.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        policy: Policy,
+        leaf_exempt: BoolArray,
+        rng: np.random.Generator,
+    ) -> None:
+        """`leaf_exempt` bool[namespaces]: those without leaf-first; the caller keeps it current."""
+        self._catalog = catalog
+        self._policy = policy
+        self._leaf_exempt = leaf_exempt
+        self._rng = rng
+        self._pools: dict[tuple[Tier, int], _Pool] = {}
+
+    def pick(self, held: IntArray, tier: Tier, count: int, now: float) -> IntArray:
+        """Up to `count` rows whose READY replicas in `tier` may leave now, lowest score first.
+
+        `held`: all slot numbers of one size; keep passing the same array while its slabs stay the
+        same. Never leased, pinned or (unless exempt) with a child in the tier. Fewer than `count`:
+        evict these and ask again, their parents may follow. None: nothing may leave; with more than
+        32,768 slots, nothing was found in a piece of them, and the next pick looks at the next.
+        """
+        if count <= 0 or not held.size:
+            return _NONE
+        pool = self._pool_of(held, tier)
+        found = self._next_in_line(pool, tier, count, now)
+        if found is None:
+            found = self._search(pool, tier, count, now)
+        chosen = found[:count]
+        self._follow(pool, tier, chosen)
+        pool.credit = min(held.size, pool.credit + _SCAN_SLOTS_A_VICTIM * chosen.size)
+        return chosen
+
+    def _pool_of(self, held: IntArray, tier: Tier) -> _Pool:
+        """What is known of this size. Its slabs are its own, so the first slot names it."""
+        key = (tier, int(held[0]))
+        pool = self._pools.get(key)
+        if pool is None or pool.held is not held:
+            pool = self._pools[key] = _Pool(held, credit=held.size)
+        return pool
+
+    def _next_in_line(self, pool: _Pool, tier: Tier, count: int, now: float) -> IntArray | None:
+        """Rows from the queue and the followers, or None when a search is due."""
+        if not pool.queue.size and not pool.patience:
+            return None
+        near = np.concatenate((pool.followers, pool.queue[: 2 * count]))
+        found, scores = self._rank(self._may_leave(near, tier), tier, now)
+        # Above the ceiling: used since the search. With too little found there was nothing else.
+        ceiling = np.inf if pool.patience else pool.ceiling
+        low = int(scores.searchsorted(ceiling, side="right"))
+        if low < count and not (low and pool.patience):
+            return None
+        pool.patience = max(0, pool.patience - 1)
+        rest = self._slots_of(found[count:low], tier)
+        pool.queue = np.concatenate((rest, pool.queue[2 * count :]))
+        return found[:low]
+
+    def _may_leave(self, slots: IntArray, tier: Tier) -> IntArray:
+        """Rows of `slots`, once each, whose replica nothing holds in place."""
+        catalog, replicas = self._catalog, self._catalog.replicas(tier)
+        rows = replicas.by_slot.rows_of(slots)
+        rows = rows[rows >= 0]
+        free = replicas.state[rows] == _READY
+        free &= (catalog.leases[rows] | catalog.pins[rows]) == 0
+        rows = rows[free]
+        leaf = replicas.children[rows] == 0
+        if np.count_nonzero(leaf) < rows.size:
+            leaf |= self._leaf_exempt[catalog.namespace[rows]]
+        return _distinct(rows[leaf])
+
+    def _rank(self, rows: IntArray, tier: Tier, now: float) -> tuple[IntArray, FloatArray]:
+        scores = self._policy.scores(rows, tier, now)
+        order = scores.argsort(kind="stable")
+        return rows[order], scores[order]
+
+    def _slots_of(self, rows: IntArray, tier: Tier) -> IntArray:
+        return self._catalog.replicas(tier).slot[rows]
+
+    def _search(self, pool: _Pool, tier: Tier, count: int, now: float) -> IntArray:
+        """A fresh look: at all slots if they are few, else at a sample and what is known."""
+        held = pool.held
+        batch = max(count, _BATCH)
+        size = min(_SAMPLES_A_VICTIM * batch, _SAMPLES_MAX)
+        if held.size <= size:
+            rows = self._may_leave(held, tier)
+        else:
+            sample = held[self._rng.integers(held.size, size=size)]
+            known = (pool.followers, pool.queue, pool.spare, sample)
+            rows = self._may_leave(np.concatenate(known), tier)
+            if rows.size < _KNOWN_A_VICTIM * batch:
+                rows = self._scan(pool, tier, rows, _KNOWN_A_VICTIM * batch, now)
+        rows, scores = self._rank(rows, tier, now)
+        pool.queue = self._slots_of(rows[count:batch], tier)
+        pool.spare = self._slots_of(rows[batch : batch + _SPARE], tier)
+        pool.ceiling = float(scores[:batch][-1]) if rows.size else -np.inf
+        pool.patience = _PATIENCE if rows.size < count and held.size > size else 0
+        return rows
+
+    def _scan(self, pool: _Pool, tier: Tier, rows: IntArray, wanted: int, now: float) -> IntArray:
+        """`rows` and what the next windows hold, on from where the last scan ended.
+
+        With some rows known, one window when earlier victims have earned it. With none, windows
+        until there is enough, at most _WINDOWS_MAX, and not again too soon.
+        """
+        size = pool.held.size
+        if now < pool.scan_after or (rows.size and pool.credit < min(_WINDOW, size)):
+            return rows
+        windows = 1 if rows.size else min(_WINDOWS_MAX, -(-size // _WINDOW) + 1)
+        for _ in range(windows):
+            window = pool.held[pool.cursor : pool.cursor + _WINDOW]
+            pool.cursor = (pool.cursor + window.size) % size
+            pool.credit = max(0, pool.credit - window.size)
+            rows = _distinct(np.concatenate((rows, self._may_leave(window, tier))))
+            if rows.size >= wanted:
+                break
+        if not rows.size and size > _WINDOW * (_WINDOWS_MAX - 1):
+            pool.scan_after = now + _SCAN_PAUSE_SECONDS
+        return rows
+
+    def _follow(self, pool: _Pool, tier: Tier, victims: IntArray) -> None:
+        """Remember the victims' parents, which are leaves without them, and victims not evicted."""
+        parents = self._catalog.parent[victims].astype(np.int64)
+        slots = self._slots_of(_distinct(parents[parents >= 0]), tier)
+        latest = (slots[slots >= 0], self._slots_of(victims, tier), pool.followers)
+        pool.followers = np.concatenate(latest)[: max(_FOLLOWERS, 2 * victims.size)]
+
+
+def _distinct(numbers: NDArray[_N]) -> NDArray[_N]:
+    """Each number once, ascending; for short arrays a seventh of np.unique's time."""
+    ordered = np.sort(numbers)
+    is_first = np.ones(ordered.size, np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    return ordered[is_first]
