@@ -26,8 +26,12 @@ def record(generation: int, slot: int) -> bytes:
     return found.tobytes()
 
 
+def generation_of(stored: bytes) -> int:
+    return int(np.frombuffer(stored, RECORD)[0]["generation"])
+
+
 class IndexMachine(RuleBasedStateMachine):
-    """Submits are not waited for one by one, so that groups form; the model applies them in order."""
+    """Submits are not waited for one by one, so groups form; the model applies them in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,10 +55,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.waiting.append(self.index.submit(made, deletes))
         for name, generation in deletes:
             found = self.model.get(name)
-            if found is not None and generation in (
-                None,
-                int(np.frombuffer(found, RECORD)[0]["generation"]),
-            ):
+            if found is not None and generation in (None, generation_of(found)):
                 del self.model[name]
         self.model.update(made)
 
