@@ -42,8 +42,6 @@ def lock_directory(directory: Path) -> int:
             _refuse_foreign(directory)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             if _try_lock(fd, path):
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, str(os.getpid()).encode(), 0)
                 return fd
             owner = os.pread(fd, 20, 0).decode(errors="replace")
             os.close(fd)
@@ -61,6 +59,12 @@ def _refuse_foreign(directory: Path) -> None:
             f"host.directory: {directory} is not a directory of user {os.geteuid()}; remove it, or"
             " use another daemon.name"
         )
+
+
+def sign(lock_fd: int) -> None:
+    """Write into the lock file who holds it, for the message above."""
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, str(os.getpid()).encode(), 0)
 
 
 def client_path(directory: Path, name: str) -> Path:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.arena.locks import is_gone, living_clients, lock_directory
+from kvstore.arena.locks import is_gone, living_clients, lock_directory, sign
 from kvstore.arena.mapping import Mapping, view_of
 from kvstore.arena.names import CLIENTS, HEADER, LOCK, memory_files, region_name
 from kvstore.arena.room import rooms
@@ -106,6 +106,7 @@ class Arena:
         return arena
 
     def _take_over(self, bytes_total: int, header_bytes: int) -> None:
+        sign(self._lock_fd)
         self._open_directory()
         _void_header(self.directory / HEADER)
         starts = range(0, bytes_total, self.region_bytes)
@@ -257,9 +258,9 @@ class Arena:
                 path.unlink()
             living_clients(self.directory)
         (self.directory / LOCK).unlink(missing_ok=True)
-        with suppress(OSError):  # a living client's lock, or files of others, keep the directory
-            (self.directory / CLIENTS).rmdir()
-            self.directory.rmdir()
+        for directory in (self.directory / CLIENTS, self.directory):
+            with suppress(OSError):  # a living client's lock, or files of others, keep it
+                directory.rmdir()
 
     def statistics(self) -> ArenaStatistics:
         """A snapshot, also while another thread collapses."""
