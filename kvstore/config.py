@@ -227,12 +227,13 @@ class LimitsConfig(_Section, frozen=True):
     blocks_per_call_max: Annotated[
         int, _count("Fingerprints in one call; keeps a message below 4 MiB.", 1, 65536)
     ] = 65536
-    jobs_inflight_max: Annotated[int, _count("Block movements between tiers at once.", 1, 4096)] = (
-        64
-    )
+    jobs_inflight_max: Annotated[
+        int, _count("Blocks on their way up from NVMe at once; a load past it is shortened.")
+    ] = 16384
     bytes_inflight_max: Annotated[
-        int, _size("Bytes under way between tiers at once.", HUGE_PAGE_BYTES)
-    ] = 256 * MIB
+        int,
+        _size("Bytes on their way up from NVMe at once; a load past it is shortened.", 2 * MIB),
+    ] = 4 * GIB
     deadline_seconds_max: Annotated[
         float, _time("Longest deadline a call may ask for; longer ones are cut to it.", 3600.0)
     ] = 60.0

@@ -245,10 +245,18 @@ class Mover:
     async def _slots(self, namespace: Namespace, count: int, deadline: float) -> list[int]:
         while True:
             now = self._now()
-            slots = self._room.host_slots(namespace.slot_bytes, count, now, staging=True)
+            most = min(count, self._allowance(namespace.layout.block_bytes))
+            slots = self._room.host_slots(namespace.slot_bytes, most, now, staging=True)
             if slots or not count or now >= deadline or self.is_closing:
                 return slots
             await asyncio.sleep(ROOM_POLL_SECONDS)
+
+    def _allowance(self, block_bytes: int) -> int:
+        """Blocks that may start now within limits.jobs_inflight_max and limits.bytes_inflight_max."""
+        limits = self._store.config.limits
+        jobs = limits.jobs_inflight_max - len(self._running)
+        room = limits.bytes_inflight_max - self.bytes_inflight
+        return max(0, min(jobs, room // block_bytes)) or int(not self._running)
 
     def _create(self, row: int, namespace: Namespace, slot: int) -> Promotion:
         columns = self._store.catalog
