@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvstore.errors import InvalidRequest
-from kvstore.types import ByteArray, UIntArray
+from kvstore.types import ByteArray
 
 BlockArrays: TypeAlias = ByteArray | Sequence[ByteArray]
 """uint8 [n, bytes], or n flat uint8 arrays of `bytes` each."""
@@ -74,17 +74,16 @@ class Rows:
         return None if self._table is None else self._table[first : first + count]
 
 
-def runs(offsets: UIntArray, slot_bytes: int, region_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of stretches whose slots follow each other inside one region."""
-    if len(offsets) == 1:
-        yield 0, 1
-        return
-    follows = np.diff(offsets) == slot_bytes
-    follows &= offsets[1:] % np.uint64(region_bytes) != 0
-    edges = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(offsets)]
-    for first, stop in pairwise(edges):
-        if stop > first:
-            yield first, stop - first
+def runs(offsets: Sequence[int], slot_bytes: int, region_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first, stop) of stretches whose slots follow each other inside one region."""
+    first = 0
+    for stop in range(1, len(offsets)):
+        at = offsets[stop]
+        if at != offsets[stop - 1] + slot_bytes or not at % region_bytes:
+            yield first, stop
+            first = stop
+    if offsets:
+        yield first, len(offsets)
 
 
 class Geometry:
@@ -101,23 +100,23 @@ class Geometry:
         self.region_bytes = region_bytes
 
     def pairs(
-        self, view: ViewOf, offsets: UIntArray, rows: Rows, first_row: int
+        self, view: ViewOf, offsets: Sequence[int], rows: Rows, first_row: int
     ) -> Iterator[tuple[ByteArray, ByteArray]]:
         """(arena bytes, caller's bytes) of each copy; shapes agree."""
-        for first, count in runs(offsets, self.slot_bytes, self.region_bytes):
-            offset = int(offsets[first])
+        slot, start, length = self.slot_bytes, self.start, self.length
+        for first, stop in runs(offsets, slot, self.region_bytes):
+            count = stop - first
             table = rows.several(first_row + first, count) if count > 1 else None
             if table is not None:
-                span = view(offset, count * self.slot_bytes).reshape(count, self.slot_bytes)
-                yield span[:, self.start : self.start + self.length], table
+                span = view(offsets[first], count * slot).reshape(count, slot)
+                yield (span if length == slot else span[:, start : start + length]), table
                 continue
-            for index in range(first, first + count):
-                at = int(offsets[index]) + self.start
-                yield view(at, self.length), rows.one(first_row + index)
+            for index in range(first, stop):
+                yield view(offsets[index] + start, length), rows.one(first_row + index)
 
 
 def copy_out(
-    geometry: Geometry, view: ViewOf, offsets: UIntArray, rows: Rows, first_row: int = 0
+    geometry: Geometry, view: ViewOf, offsets: Sequence[int], rows: Rows, first_row: int = 0
 ) -> None:
     """Copy the slots at `offsets` into rows first_row, first_row + 1, ..."""
     for arena, row in geometry.pairs(view, offsets, rows, first_row):
@@ -125,7 +124,7 @@ def copy_out(
 
 
 def copy_in(
-    geometry: Geometry, view: ViewOf, offsets: UIntArray, rows: Rows, first_row: int = 0
+    geometry: Geometry, view: ViewOf, offsets: Sequence[int], rows: Rows, first_row: int = 0
 ) -> None:
     """Copy rows first_row, ... into the slots at `offsets`."""
     for arena, row in geometry.pairs(view, offsets, rows, first_row):
@@ -144,7 +143,7 @@ class CopyThreads:
         self,
         geometry: Geometry,
         view: ViewOf,
-        offsets: UIntArray,
+        offsets: Sequence[int],
         rows: Rows,
         first_row: int,
         threads: int,

@@ -26,9 +26,9 @@ from kvstore.rpc import control_pb2 as pb
 from kvstore.types import FINGERPRINT_BYTES
 
 GATHER_SECONDS = 0.02
-"""How long a release or a report may wait for company."""
-TURN_SECONDS = 1.0
-"""Longest time between two looks at what needs renewing."""
+"""How long a release or an abort may wait for company."""
+TURN_SECONDS = 0.25
+"""Time between two looks at what needs renewing and reporting: a load does not wake the thread."""
 REPORT_BLOCKS_MAX = 65_536
 """Blocks in one report, and blocks that may wait for one."""
 
@@ -86,15 +86,12 @@ class Keeper:
             if fits:
                 self._waiting_blocks += blocks
                 self._uses.append((life, namespace, names))
-        if fits:
-            self._soon()
-        else:
+        if not fits:
             self._session.tally.add(reports_dropped=blocks)
 
     def missed(self, blocks: int) -> None:
         with self._lock:
             self._missed_blocks += blocks
-        self._soon()
 
     def close(self, timeout: float) -> None:
         """Send what is queued, then end."""
@@ -121,7 +118,7 @@ class Keeper:
             if was_woken or now >= turn + TURN_SECONDS:
                 turn = now
                 self._look_after(now)
-            if now >= self._due:
+            if now >= self._due or now == turn:
                 self._send()
         self._send()
 

@@ -25,7 +25,7 @@ from kvstore.client.session import Session
 from kvstore.directory import Found
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.layout import BlockLayout
-from kvstore.types import FINGERPRINT_BYTES, Tier, UIntArray
+from kvstore.types import FINGERPRINT_BYTES, Tier
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,13 @@ class Loader:
     def _copy_found(self, order: Order, found: Found, reason: str = "") -> LoadResult:
         life = order.life
         assert life.directory is not None  # `found` came from it
-        self._copy(order, found.offsets, 0)
+        self._copy(order, found.offsets.tolist(), 0)
         if not life.directory.still_valid(life.boot_id, found.slots, found.generations):
             return LoadResult(0, reason=CHANGED)
         return LoadResult(found.count, from_host=found.count, reason=reason)
 
-    def _copy(self, order: Order, offsets: UIntArray, first_row: int) -> None:
-        if len(offsets):
+    def _copy(self, order: Order, offsets: list[int], first_row: int) -> None:
+        if offsets:
             view = _read_view(order.life)
             geometry = self._geometry(order)
             self._threads.copy_out(
@@ -182,14 +182,14 @@ class Loader:
         last = ready.first + ready.count
         if first >= last:
             return
-        offsets = group.offsets[first - group.first : last - group.first]
+        offsets = group.offsets[first - group.first : last - group.first].tolist()
         if len(ready.parts) == len(self._layout.parts):
             self._copy(order, offsets, first - order.start)
             return
         view = _read_view(order.life)
         for start, length in self._ranges(ready.parts, order.rank):
             base = self._geometry(order).start
-            for index, offset in enumerate(offsets.tolist()):
+            for index, offset in enumerate(offsets):
                 row = order.rows.one(first - order.start + index)
                 np.copyto(row[start - base : start - base + length], view(offset + start, length))
 

@@ -117,8 +117,7 @@ class Storer:
         geometry = Geometry(
             0, self._layout.block_bytes, order.declared.slot_bytes, life.region_bytes
         )
-        slots = np.array(offsets, np.uint64)
-        copy_in(geometry, life.arena.write_view, slots, order.rows, first_row)
+        copy_in(geometry, life.arena.write_view, offsets, order.rows, first_row)
         self._session.tally.add(store_copied=len(offsets))
 
     # ------------------------------------------------------------------ slots reserved beforehand

@@ -38,17 +38,18 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
         *,
         slot_bytes: int = 8192,
         slots: int = 64,
+        region_bytes: int = REGION_BYTES,
         read_seconds: float = 10.0,
         write_seconds: float = 30.0,
     ) -> None:
         self.socket = str(directory / "s.sock")
-        self.slot_bytes, self.slots = slot_bytes, slots
+        self.slot_bytes, self.slots, self.region_bytes = slot_bytes, slots, region_bytes
         self.read_seconds, self.write_seconds = read_seconds, write_seconds
         self.boot_id = secrets.randbits(63) | 1
         self.arena = Arena.create(
             directory / "arena",
-            bytes_total=REGION_BYTES,
-            region_bytes=REGION_BYTES,
+            bytes_total=region_bytes,
+            region_bytes=region_bytes,
             header_bytes=header_bytes(slots, 16),
         )
         self.arena_dir = str(directory / "arena")
@@ -167,7 +168,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
                 client=client,
                 boot_id=self.boot_id,
                 arena_dir=self.arena_dir,
-                region_bytes=REGION_BYTES,
+                region_bytes=self.region_bytes,
                 regions=1,
                 read_lease_seconds=self.read_seconds,
                 write_lease_seconds=self.write_seconds,

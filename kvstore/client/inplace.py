@@ -1,0 +1,218 @@
+"""Blocks read and written where they lie, for engines that copy by themselves, layer by layer.
+
+Primitives:
+  `find_in_host(handle, names)`   leading blocks READY in the host tier; no call, no lease
+  `under_lease(handle, names)`    the longest prefix of any tier, held by a lease
+  `granted_spans(...)`            the slots of a write reservation
+Both finders give `InPlace`: slots that follow each other as one array, what is readable by now, and
+whether it stayed so. May not copy bytes: bytes that a caller copied count only if `valid` says so
+after its last copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvstore.client.copying import ViewOf, runs
+from kvstore.client.lease import ReadLease
+from kvstore.client.life import Life
+from kvstore.client.names import Names, stretch
+from kvstore.client.namespace import NamespaceHandle
+from kvstore.client.reservation import WriteReservation
+from kvstore.directory import Found
+from kvstore.errors import InvalidRequest
+from kvstore.types import FINGERPRINT_BYTES, ByteArray, Tier
+
+
+class Span(NamedTuple):
+    """Blocks first, first + 1, ... that lie in neighbouring slots: uint8 [count, slot bytes]."""
+
+    first: int
+    slots: ByteArray
+
+
+class InPlace(Protocol):
+    """Leading blocks of a chain. One thread at a time; end it with exactly one `end`."""
+
+    @property
+    def blocks(self) -> int:
+        """Readable now, or promised."""
+
+    @property
+    def tiers(self) -> ByteArray:
+        """uint8 [blocks]: the tier each was found in."""
+
+    @property
+    def reason(self) -> str:
+        """Why there are not more; "" if nothing is missing."""
+
+    @property
+    def whole(self) -> int:
+        """Leading blocks that are readable as a whole by now."""
+
+    def arrivals(self, deadline_seconds: float) -> Iterator[None]:
+        """One turn whenever more became readable, part by part across all blocks.
+
+        Ends when all has come or the rest will not. Raises KVStoreError."""
+
+    def is_readable(self, part: int, first: int, stop: int) -> bool:
+        """Whether this part of blocks [first, stop) may be read."""
+
+    def spans(self, first: int, stop: int) -> Iterator[Span]:
+        """Read-only slots of blocks [first, stop); only readable parts of them mean anything.
+
+        Raises InvalidRequest after the client was closed."""
+
+    def valid(self) -> bool:
+        """After the last copy: whether all that was readable was and still is the stored bytes."""
+
+    def end(self, used: int) -> None:
+        """Give it up; `used` leading blocks served their purpose."""
+
+
+def find_in_host(handle: NamespaceHandle, names: Names) -> InPlace | None:
+    """None when nothing is found, or when this processor's directory must not be read without a
+    call."""
+    joined = stretch(names, handle.id, 0, len(names))
+    attached = handle._attached()
+    if isinstance(attached, str):
+        return None
+    life, declared = attached
+    if life.directory is None or not life.reads_directory:
+        return None
+    found = life.directory.lookup(declared.index, joined)
+    if not found.count or not (found.lengths == handle.layout.block_bytes).all():
+        return None
+    return _HostBlocks(handle, life, declared.slot_bytes, joined, found)
+
+
+def under_lease(
+    handle: NamespaceHandle, names: Names, *, deadline_seconds: float | None = None
+) -> InPlace:
+    """Never raises for what the daemon does or does not do: `blocks` 0 and `reason` tell."""
+    return _LeasedBlocks(handle, handle.lease(names, deadline_seconds=deadline_seconds))
+
+
+def granted_spans(handle: NamespaceHandle, reservation: WriteReservation) -> Iterator[Span]:
+    """Writable slots of the granted blocks, counted from the first block asked for.
+
+    Raises ReservationUnknown, PeerGone, InvalidRequest like `WriteReservation.view`."""
+    granted = reservation.granted
+    if not granted:
+        return
+    life = reservation._filling()
+    arena = life.arena
+    assert arena is not None  # the slots come from it
+    slot_bytes = handle._declared(life).slot_bytes
+    edges = [0, *(np.flatnonzero(np.diff(granted) != 1) + 1).tolist(), len(granted)]
+    for start, stop in pairwise(edges):
+        offsets = [reservation._shared.offsets[block] for block in granted[start:stop]]
+        yield from _spans(arena.write_view, offsets, granted[start], slot_bytes, life)
+
+
+def _spans(
+    view: ViewOf, offsets: Sequence[int], first_block: int, slot_bytes: int, life: Life
+) -> Iterator[Span]:
+    for first, stop in runs(offsets, slot_bytes, life.region_bytes):
+        slots = view(offsets[first], (stop - first) * slot_bytes)
+        yield Span(first_block + first, slots.reshape(stop - first, slot_bytes))
+
+
+class _HostBlocks:
+    """Found in the directory: all readable at once, or not at all."""
+
+    reason = ""
+
+    def __init__(
+        self,
+        handle: NamespaceHandle,
+        life: Life,
+        slot_bytes: int,
+        joined: bytes,
+        found: Found,
+    ) -> None:
+        self._handle = handle
+        self._life = life
+        self._slot_bytes = slot_bytes
+        self._joined = joined
+        self._found = found
+        self._offsets: list[int] = found.offsets.tolist()
+        self.blocks = self.whole = found.count
+        self.tiers: ByteArray = np.full(found.count, Tier.HOST, np.uint8)
+
+    def arrivals(self, deadline_seconds: float) -> Iterator[None]:
+        yield
+
+    def is_readable(self, part: int, first: int, stop: int) -> bool:
+        return True
+
+    def spans(self, first: int, stop: int) -> Iterator[Span]:
+        life = self._life
+        assert life.arena is not None  # the directory lies in it
+        yield from _spans(
+            life.arena.read_view, self._offsets[first:stop], first, self._slot_bytes, life
+        )
+
+    def valid(self) -> bool:
+        life = self._life
+        assert life.directory is not None  # `found` came from it
+        return life.directory.still_valid(life.boot_id, self._found.slots, self._found.generations)
+
+    def end(self, used: int) -> None:
+        """The daemon saw nothing of this; tell it what was used."""
+        if used:
+            names = self._joined[: used * FINGERPRINT_BYTES]
+            self._handle._keeper.report(self._life, self._handle.id, names)
+
+
+class _LeasedBlocks:
+    """Held by a lease; a Match counts the uses by itself."""
+
+    def __init__(self, handle: NamespaceHandle, lease: ReadLease) -> None:
+        self._handle = handle
+        self._lease = lease
+        self._group = lease.groups[0] if lease.blocks else None
+
+    @property
+    def blocks(self) -> int:
+        return self._lease.blocks
+
+    @property
+    def tiers(self) -> ByteArray:
+        return np.empty(0, np.uint8) if self._group is None else self._group.tiers
+
+    @property
+    def reason(self) -> str:
+        return self._lease.reason
+
+    @property
+    def whole(self) -> int:
+        return 0 if self._group is None else self._group.whole
+
+    def arrivals(self, deadline_seconds: float) -> Iterator[None]:
+        if self._group is not None:
+            for _ in self._lease.load(layer_order=True, deadline_seconds=deadline_seconds):
+                yield
+
+    def is_readable(self, part: int, first: int, stop: int) -> bool:
+        if self._group is None:
+            return False
+        return bool((self._group.readable[first:stop] >> part & 1).all())
+
+    def spans(self, first: int, stop: int) -> Iterator[Span]:
+        life, group = self._lease._alive(), self._group
+        if group is None or life.arena is None:
+            raise InvalidRequest("these blocks lie in no host tier that could be read")
+        offsets = group.offsets[first:stop].tolist()
+        slot_bytes = self._handle._declared(life).slot_bytes
+        yield from _spans(life.arena.read_view, offsets, first, slot_bytes, life)
+
+    def valid(self) -> bool:
+        return self._lease.valid()
+
+    def end(self, used: int) -> None:
+        self._lease.release()
