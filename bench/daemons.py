@@ -4,7 +4,7 @@ Primitives of `DaemonProcess` (a context manager):
   `start`       seconds from exec to SERVING
   `kill`        SIGKILL; `start` again brings up the next life on the same directories
   `stat`        the statistics tree
-  `private`     bytes of the process that nobody else maps
+  `private`     bytes of the process that nobody else maps; `cpu_seconds` it used
 
 Leaves nothing behind: process, socket and shared memory go with the context, also after SIGKILL.
 """
@@ -28,6 +28,7 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.harness import OUT
 from kvstore.config_load import load
 from kvstore.rpc.control_pb2 import StatRequest
 from kvstore.rpc.control_pb2_grpc import ControlStub
@@ -45,6 +46,13 @@ class PrivateMemory:
 
     private: int
     mapped_files: int
+
+
+def child_environment() -> dict[str, str]:
+    """No settings from outside; bytecode kept in a folder of ours, as if installed."""
+    env = {key: text for key, text in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    return {**env, "PYTHONPYCACHEPREFIX": str(OUT / "bytecode")}
 
 
 class DaemonProcess:
@@ -105,13 +113,10 @@ class DaemonProcess:
         command = [*_COMMAND]
         for key, value in self.settings.items():
             command += ["--set", f"{key}={value}"]
-        env = {
-            key: text for key, text in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)
-        }
         with (self.folder / "daemon.log").open("ab") as log:
             start = time.perf_counter()
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=child_environment()
             )
         self._wait(self._listens, start)
         self._channel = grpc.insecure_channel(f"unix:{self.socket}")
@@ -177,6 +182,11 @@ class DaemonProcess:
         """The statistics tree."""
         tree: dict[str, Any] = json.loads(self._control.Stat(StatRequest(), timeout=10.0).json)
         return tree
+
+    def cpu_seconds(self) -> float:
+        """What the process used so far, all threads, user and system."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def private(self) -> PrivateMemory:
         """Private_Clean + Private_Dirty of all but shared mappings (arena, index)."""
