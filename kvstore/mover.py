@@ -252,7 +252,7 @@ class Mover:
             await asyncio.sleep(ROOM_POLL_SECONDS)
 
     def _allowance(self, block_bytes: int) -> int:
-        """Blocks that may start now within limits.jobs_inflight_max and limits.bytes_inflight_max."""
+        """Blocks that may start within limits.jobs_inflight_max and limits.bytes_inflight_max."""
         limits = self._store.config.limits
         jobs = limits.jobs_inflight_max - len(self._running)
         room = limits.bytes_inflight_max - self.bytes_inflight
