@@ -44,7 +44,7 @@ def rows(*numbers: int) -> np.ndarray:
 
 def test_a_lease_protects_until_it_is_released(catalog, table):
     lease = table.grant(ALICE, rows(2, 1, 2), 0.0, 10.0)
-    assert catalog.leases[:4].tolist() == [0, 1, 2, 0]
+    assert catalog.leases[:4].tolist() == [0, 1, 1, 0]
     assert table.rows_of(ALICE, lease, 9.9).tolist() == [2, 1, 2]
     assert table.release(ALICE, lease, 9.9)
     assert not catalog.leases.any()
