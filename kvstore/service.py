@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvstore.catalog import ABSENT_ROW
 from kvstore.clock import Clock
 from kvstore.config import Config
-from kvstore.errors import Draining, InvalidRequest, LeaseError
+from kvstore.errors import Draining, InvalidRequest, KVStoreError, LeaseError
 from kvstore.layout import BlockLayout
 from kvstore.logs import get_logger, tell_held_back
 from kvstore.loop_lag import LoopLag
@@ -46,6 +47,7 @@ from kvstore.version import VERSION
 from kvstore.writebehind import WriteBehind
 from kvstore.writes import WritePath
 
+Result = TypeVar("Result")
 TICK_SECONDS = 0.02
 SLOW_TICK_SECONDS = 0.5
 SLICES_SECONDS_MAX = 0.001
@@ -90,6 +92,7 @@ class Service:
         self._workers = workers
         self._started = clock.monotonic()
         self._declaring = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()
         self._touch_is_scheduled = False
         self._integrity: Iterator[None] | None = None
         self._integrity_at = clock.monotonic() + INTEGRITY_EVERY_SECONDS
@@ -110,7 +113,28 @@ class Service:
         if self.is_draining:
             raise Draining("the daemon is shutting down")
 
+    async def to_the_end(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do `work` whole, whatever becomes of the caller; shutting down waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._changes.add(task)
+        task.add_done_callback(self._change_ended)
+        return await asyncio.shield(task)
+
+    def _change_ended(self, task: asyncio.Task[Any]) -> None:
+        self._changes.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, KVStoreError):
+            self.fatal(error)
+
     # ------------------------------------------------------------------ clients
+
+    def check_lock_file(self, name: str) -> None:
+        """Raises InvalidRequest unless it is a held lock file of this arena, or none at all: the
+        end of its lock is the only proof of its process' end.
+        """
+        host = self.store.host
+        if name and host is not None and host.arena.client_gone(name):
+            raise InvalidRequest(f"attach: lock file {name} is not held; lock it before the hello")
 
     def attached(self, session: Session) -> None:
         if session.lock_file and self.store.host is not None:
@@ -262,17 +286,17 @@ class Service:
                 f"commit: no slot of this reservation lies at offset {error.args[0]}"
             ) from error
 
-    async def flush(self, names: bytes, deadline: float) -> BoolArray:
+    async def flush(self, namespace: Namespace, names: bytes, deadline: float) -> BoolArray:
         """Which blocks are durable by the deadline; without an NVMe tier none is."""
         if self.write_behind is None:
             return np.zeros(len(names) // FINGERPRINT_BYTES, np.bool_)
-        return await self.write_behind.flush(names, deadline)
+        return await self.write_behind.flush(namespace, names, deadline)
 
-    async def delete(self, name: bytes) -> int:
+    async def delete(self, namespace: Namespace, name: bytes) -> int:
         """A block and all that follows it; invisible when this returns, and gone from the index as
         well.
         """
-        row = self.store.catalog.rows(name)
+        row = self.store.rows_of(namespace, name)
         if row[0] == ABSENT_ROW or not self.store.is_current(row)[0]:
             return 0
         doomed = self.store.descent_of(int(row[0]))
@@ -347,15 +371,16 @@ class Service:
             self.store.condemn(self.store.descent_of(row), "over_cap")
 
     async def drain(self) -> None:
-        """Refuse new calls and finish write-behind within daemon.drain_seconds."""
+        """Refuse new calls, finish changes and then write-behind within daemon.drain_seconds."""
         self.is_draining = True
         self.mover.close()
-        if self.write_behind is not None:
-            self.write_behind.drain()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self.write_behind.drained(), self.config.daemon.drain_seconds
-                )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.daemon.drain_seconds):
+                if self._changes:
+                    await asyncio.wait(self._changes)
+                if self.write_behind is not None:
+                    self.write_behind.drain()
+                    await self.write_behind.drained()
 
     # ------------------------------------------------------------------ looking
 

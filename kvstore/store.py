@@ -168,10 +168,18 @@ class Store:
             self._touches.append(leased)
         return result
 
+    def rows_of(self, namespace: Namespace, names: bytes) -> IntArray:
+        """Rows of blocks of `namespace`; ABSENT_ROW for unknown names and another's (I8)."""
+        rows = self.catalog.rows(names)
+        rows[self.catalog.namespace[rows] != namespace.index] = ABSENT_ROW
+        return rows
+
     def _known_rows(self, namespace: Namespace, names: bytes) -> IntArray:
-        if namespace.is_prefix_closed:
-            return self.catalog.prefix_rows(names)
-        return self.catalog.rows(names)
+        if not namespace.is_prefix_closed:
+            return self.rows_of(namespace, names)
+        rows = self.catalog.prefix_rows(names)
+        foreign = self.catalog.namespace[rows] != namespace.index
+        return rows[: int(foreign.argmax())] if foreign.any() else rows
 
     def _count_query(self, asked: int, group: GroupMatch) -> None:
         counters = self.counters
@@ -184,7 +192,7 @@ class Store:
 
     def exists(self, namespace: Namespace, names: bytes) -> tuple[int, ByteArray]:
         """(length of the readable prefix in blocks, uint8 bit mask a block: 1 << tier)."""
-        rows = self.catalog.rows(names)
+        rows = self.rows_of(namespace, names)
         current = self.is_current(rows)
         host = current & (self.catalog.host_state[rows] == READY)
         nvme = current & (self.catalog.nvme_state[rows] == READY)
@@ -193,9 +201,9 @@ class Store:
         prefix = len(held) if held.all() else int(held.argmin())
         return prefix, mask.astype(np.uint8)
 
-    def report(self, names: bytes, missed_blocks: int) -> None:
-        """Uses a client saw through the directory."""
-        rows = self.catalog.rows(names)
+    def report(self, namespace: Namespace | None, names: bytes, missed_blocks: int) -> None:
+        """Uses of blocks of `namespace` and misses of any, seen through the directory."""
+        rows = NO_ROWS if namespace is None else self.rows_of(namespace, names)
         rows = rows[self.is_readable(rows)]
         self.counters.add("queries")
         self.counters.add("queried_blocks", len(names) // FINGERPRINT_BYTES + missed_blocks)

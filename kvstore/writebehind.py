@@ -322,12 +322,12 @@ class WriteBehind:
 
     # ------------------------------------------------------------------ flush and drain
 
-    async def flush(self, names: bytes, deadline: float) -> BoolArray:
+    async def flush(self, namespace: Namespace, names: bytes, deadline: float) -> BoolArray:
         """Write the asked blocks first; True where a block is durable by `deadline` (monotonic
         seconds).
         """
         store, columns = self._store, self._store.catalog
-        asked = columns.rows(names)
+        asked = store.rows_of(namespace, names)
         for row in reversed(asked[asked != ABSENT_ROW].tolist()):
             if columns.nvme_state[row] == ABSENT and columns.host_state[row] == READY:
                 self._queue.appendleft(row)
@@ -336,7 +336,7 @@ class WriteBehind:
         self._work.set()
         try:
             while True:
-                rows = columns.rows(names)
+                rows = store.rows_of(namespace, names)
                 known = rows[rows != ABSENT_ROW]
                 coming = (columns.host_state[known] == COMMITTED) | (
                     columns.nvme_state[known] == FILLING

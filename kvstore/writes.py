@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 
 from kvstore.catalog import ABSENT_ROW
+from kvstore.columns import split_names
 from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.lease import Reservation
 from kvstore.namespaces import Namespace
@@ -83,7 +84,7 @@ class WritePath:
         """
         store, columns, now = self._store, self._store.catalog, self._now()
         self._admit_writer(client)
-        rows = columns.rows(names)
+        rows = self._rows_to_store(namespace, names)
         statuses = np.full(len(rows), BlockStatus.NO_ROOM, np.uint8)
         slots = np.full(len(rows), -1, np.int64)
         parent_row = self._parent_row(namespace, parent)
@@ -102,11 +103,11 @@ class WritePath:
             wanted = wanted[wanted < int(np.argmax(statuses == BlockStatus.REFUSED))]
         if not len(wanted):
             return self._counted(Grant(None, statuses, slots))
-        if parent_row >= 0:
-            columns.pins[parent_row] += 1
+        # What the new blocks will hang on may not make room for them.
+        kept = np.union1d(rows[held], [parent_row] if parent_row >= 0 else rows[:0])
+        columns.pins[kept] += 1
         granted = self._room.host_slots(namespace.slot_bytes, len(wanted), now)
-        if parent_row >= 0:
-            columns.pins[parent_row] -= 1
+        columns.pins[kept] -= 1
         wanted = wanted[: len(granted)]
         if not len(wanted):
             return self._counted(Grant(None, statuses, slots))
@@ -170,8 +171,20 @@ class WritePath:
                 f"parent has {len(parent)} bytes, must be {FINGERPRINT_BYTES} "
                 "(the namespace at the root)"
             )
-        row = self._store.catalog.rows(parent)
+        row = self._store.rows_of(namespace, parent)
         return int(row[0]) if self._store.is_held(row)[0] else None
+
+    def _rows_to_store(self, namespace: Namespace, names: bytes) -> IntArray:
+        """Rows of blocks somebody wants to store. Raises InvalidRequest for a name given twice, or
+        one of another namespace's block (I8).
+        """
+        if len(set(split_names(names))) * FINGERPRINT_BYTES != len(names):
+            raise InvalidRequest("fingerprints: one block is named twice")
+        rows = self._store.catalog.rows(names)
+        known = rows != ABSENT_ROW
+        if (self._store.catalog.namespace[rows[known]] != namespace.index).any():
+            raise InvalidRequest("fingerprints: one names a block of another namespace")
+        return rows
 
     def _add_rows(
         self,
@@ -184,7 +197,6 @@ class WritePath:
     ) -> IntArray:
         """Catalog rows for the `wanted` positions of a chain, linked to the block before each."""
         columns = self._store.catalog
-        base_depth = int(columns.depth[parent_row]) + 1 if parent_row >= 0 else 0
         all_rows = rows.copy()
         for position in wanted:
             before = int(all_rows[position - 1]) if position else parent_row
@@ -194,7 +206,7 @@ class WritePath:
                 parent=before if namespace.is_prefix_closed else -1,
                 namespace=namespace.index,
                 clear_count=namespace.clear_count,
-                depth=base_depth + int(position),
+                depth=int(columns.depth[before]) + 1 if before >= 0 else 0,
                 length=namespace.layout.block_bytes,
             )
         new_rows = all_rows[wanted]
@@ -235,6 +247,8 @@ class WritePath:
         store = self._store
         found = store.reservations.find(client, engine, reservation)
         namespace = store.namespaces.at(found.namespace)
+        if len(set(slots.tolist())) != len(slots):
+            raise InvalidRequest("commit: one slot is named twice")
         if found.is_anonymous:
             if ranks != range(namespace.layout.ranks):
                 raise InvalidRequest(
@@ -299,13 +313,9 @@ class WritePath:
         Slots of blocks that need not or cannot be stored are freed.
         """
         store, columns = self._store, self._store.catalog
-        if len(set(slots.tolist())) != len(slots) or not all(
-            found.holds(int(slot)) for slot in slots
-        ):
-            raise InvalidRequest(
-                f"commit: a slot is named twice or is not held by reservation {found.id}"
-            )
-        rows = columns.rows(names)
+        if not all(found.holds(int(slot)) for slot in slots):
+            raise InvalidRequest(f"commit: reservation {found.id} holds not all of these slots")
+        rows = self._rows_to_store(namespace, names)
         parent_row = self._parent_row(namespace, parent)
         held = store.is_held(rows)
         stale = rows[~held & (rows != ABSENT_ROW)]

@@ -35,8 +35,19 @@ go."""
 
 
 def take_lock(arena_dir: str) -> ClientLock:
-    """A lock file of this process, and of no child it forks. Raises PeerGone without an arena."""
-    lock = ClientLock.create(Path(arena_dir))
+    """A lock file of this process, and of no child it forks.
+
+    Raises PeerGone without an arena, ConfigError where this user may not make one.
+    """
+    try:
+        lock = ClientLock.create(Path(arena_dir))
+    except PermissionError as error:
+        raise ConfigError(
+            f"may not make a lock file in {arena_dir}: {error}; "
+            "run as the daemon's user, or set host.group"
+        ) from error
+    except OSError as error:
+        raise PeerGone(f"cannot make a lock file in {arena_dir}: {error}") from error
     _locks.add(lock)
     return lock
 

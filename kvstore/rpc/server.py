@@ -10,12 +10,14 @@ Owns no state but the sessions.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from kvstore.config import Config
 from kvstore.errors import InvalidRequest, KVStoreError, VersionMismatch
@@ -30,6 +32,9 @@ from kvstore.store import READY, GroupMatch
 from kvstore.types import FINGERPRINT_BYTES, IntArray, ReservationId, Tier, UIntArray
 from kvstore.version import VERSION
 
+HELLO_SECONDS_MAX = 10.0
+GROUPS_MAX = 64
+"""KV groups in one call; a model has a handful."""
 _NO_OFFSETS = np.uint64(wire.NO_OFFSET)
 
 
@@ -50,6 +55,18 @@ def unary(method: Callable[..., Awaitable[Any]]) -> Any:
             raise
 
     return wrapped
+
+
+def change(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+    """`unary` for a verb that changes things in several steps: begun, it ends, although its caller
+    gives up or dies. Half of it would stay for ever.
+    """
+
+    @functools.wraps(method)
+    async def whole(self: ControlServicer, request: Any, context: Any) -> Any:
+        return await self.service.to_the_end(method(self, request, context))
+
+    return unary(whole)
 
 
 def streaming(method: Callable[..., AsyncIterator[Any]]) -> Any:
@@ -86,7 +103,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     @streaming
     async def Attach(self, requests: Any, context: Any) -> AsyncIterator[pb.AttachReply]:
-        first = await anext(aiter(requests), None)
+        first = await self._first_of(requests)
         if first is None or first.WhichOneof("kind") != "hello":
             raise InvalidRequest("attach: the first message must be a hello")
         hello = first.hello
@@ -96,6 +113,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 f"daemon ({VERSION}) speaks {wire.PROTOCOL_MAJOR}.{wire.PROTOCOL_MINOR}: "
                 "install the same major"
             )
+        self.service.check_lock_file(hello.lock_file)
         session = self.service.sessions.open(hello)
         reader = asyncio.create_task(self._read_attached(requests, session))
         try:
@@ -107,10 +125,24 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             reader.cancel()
             self.service.detached(session)
 
+    @staticmethod
+    async def _first_of(requests: Any) -> Any:
+        """The first message of a stream, None at its end. A caller that says nothing is not waited
+        for.
+        """
+        try:
+            async with asyncio.timeout(HELLO_SECONDS_MAX):
+                return await anext(aiter(requests), None)
+        except TimeoutError:
+            raise InvalidRequest(f"attach: no hello came within {HELLO_SECONDS_MAX} s") from None
+        except DecodeError as error:
+            raise InvalidRequest(f"attach: {error}") from error
+
     async def _read_attached(self, requests: Any, session: Session) -> None:
-        """The client's side of the stream; its end ends the session."""
-        async for _ in requests:
-            pass
+        """The client's side of the stream; its end, or bytes that are none, ends the session."""
+        with contextlib.suppress(DecodeError):
+            async for _ in requests:
+                pass
         if not session.outbox.full():
             session.outbox.put_nowait(None)
 
@@ -132,7 +164,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     # ------------------------------------------------------------------ namespaces
 
-    @unary
+    @change
     async def Declare(self, request: pb.DeclareRequest, context: Any) -> pb.NamespaceReply:
         self.service.sessions.get(request.client)
         sizes = request.layout
@@ -153,6 +185,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return data
 
     def _groups(self, groups: Any) -> list[tuple[Namespace, bytes]]:
+        if len(groups) > GROUPS_MAX:
+            raise InvalidRequest(f"groups: {len(groups)} in one call, the limit is {GROUPS_MAX}")
         get = self.service.store.namespaces.get
         return [
             (get(group.namespace), self._names(group.fingerprints, f"groups[{index}].fingerprints"))
@@ -252,10 +286,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     @unary
     async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportReply:
         self.service.sessions.get(request.client)
-        for _, names in self._groups(request.used):
-            self.service.store.report(names, 0)
+        for namespace, names in self._groups(request.used):
+            self.service.store.report(namespace, names, 0)
         if request.missed_blocks:
-            self.service.store.report(b"", request.missed_blocks)
+            self.service.store.report(None, b"", request.missed_blocks)
         self.service.touch_soon()
         return pb.ReportReply()
 
@@ -295,7 +329,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             offsets[granted] = self.service.store.host_tier.pool.offsets_of(slots[granted])
         return offsets
 
-    @unary
+    @change
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
         session = self.service.sessions.get(request.client)
         names = self._names(request.fingerprints, "fingerprints")
@@ -324,19 +358,20 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     @unary
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:
-        self.service.store.namespaces.get(request.namespace)
+        namespace = self.service.store.namespaces.get(request.namespace)
         names = self._names(request.fingerprints, "fingerprints")
-        durable = await self.service.flush(names, self.service.deadline(request.deadline_ms))
+        deadline = self.service.deadline(request.deadline_ms)
+        durable = await self.service.flush(namespace, names, deadline)
         pending = int(np.count_nonzero(~durable))
         return pb.FlushReply(durable=durable.astype(np.uint8).tobytes(), pending_blocks=pending)
 
-    @unary
+    @change
     async def Delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteReply:
-        self.service.store.namespaces.get(request.namespace)
+        namespace = self.service.store.namespaces.get(request.namespace)
         name = wire.unpack_name(request.fingerprint, "fingerprint")
-        return pb.DeleteReply(deleted_blocks=await self.service.delete(name))
+        return pb.DeleteReply(deleted_blocks=await self.service.delete(namespace, name))
 
-    @unary
+    @change
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearReply:
         namespaces = self.service.store.namespaces
         if bool(request.namespace) == request.all:
