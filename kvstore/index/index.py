@@ -13,7 +13,7 @@ import os
 import queue
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,9 +159,10 @@ class Index:
         self._enqueue(job)
         return job.done
 
-    def put_value(self, key: str, value: bytes) -> None:
-        """Store a meta value; durable when this returns. Raises TierFull, TierIO."""
-        job = _Job(values=[(b"meta:" + key.encode(), value)], is_urgent=True)
+    def put_values(self, values: Mapping[str, bytes]) -> None:
+        """Store meta values together; durable when this returns. Raises TierFull, TierIO."""
+        items = [(b"meta:" + key.encode(), value) for key, value in values.items()]
+        job = _Job(values=items, is_urgent=True)
         self._enqueue(job)
         job.done.result()
 

@@ -77,7 +77,8 @@ class Capacity:
         by_space = held + (free - self._free_bytes_min) // slab
         if by_space < allowed:
             allowed = by_space
-            reason = f"{free} bytes are free, nvme.free_bytes_min={self._free_bytes_min}"
+            if allowed <= held:
+                reason = f"{free} bytes are free, nvme.free_bytes_min={self._free_bytes_min}"
         if self._clock.monotonic() < self._full_until and held < allowed:
             allowed, reason = held, "the file system refused more space"
         self.allowed_slabs, self.limit_reason = max(0, allowed), reason

@@ -87,8 +87,7 @@ class Ledger:
     ) -> superblocks.Superblock:
         """Count in the index first: one that is behind the superblock is an older one."""
         lives = max(superblock.lives, lives_of_index) + 1
-        self._index.put_value("uuid", superblock.uuid.encode())
-        self._index.put_value("lives", str(lives).encode())
+        self._index.put_values({"uuid": superblock.uuid.encode(), "lives": b"%d" % lives})
         superblock = msgspec.structs.replace(superblock, lives=lives)
         superblocks.store(self._directory, superblock)
         return superblock

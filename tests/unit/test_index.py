@@ -166,7 +166,7 @@ def test_after_close_submits_fail_and_queued_ones_are_committed(path):
     with pytest.raises(TierIO, match="closed"):
         index.submit([(name(1), record(1))], []).result(10)
     with pytest.raises(TierIO, match="closed"):
-        index.put_value("key", b"value")
+        index.put_values({"key": b"value"})
 
 
 def test_a_dying_writer_leaves_nobody_waiting(index, monkeypatch):
@@ -448,7 +448,7 @@ def test_namespaces_and_values_survive(index, path):
     ]
     for item in records:
         index.put_namespace(item)
-    index.put_value("uuid", b"value")
+    index.put_values({"uuid": b"value"})
     index.close()
     again = Index.open(path, map_bytes=64 * MIB)
     assert again.load_namespaces() == sorted(records, key=lambda item: item.index)
