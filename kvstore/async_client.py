@@ -45,9 +45,12 @@ class _Threads:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "kvstore-async")
+        self._is_closed = False
 
     async def run(self, verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The verb's result; cancelled, it first lets the verb end."""
+        if self._is_closed:
+            return verb(*args, **kwargs)  # every verb of a closed client answers at once
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._pool, partial(verb, *args, **kwargs))
         try:
@@ -57,6 +60,7 @@ class _Threads:
             raise
 
     def close(self) -> None:
+        self._is_closed = True
         self._pool.shutdown(wait=False)
 
 

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Lock
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -71,6 +72,7 @@ class KVClient:
         self._committer = Committer(self._session, self._keeper.abort)
         self._threads = CopyThreads()
         self._handles: dict[bytes, NamespaceHandle] = {}
+        self._declaring = Lock()
 
     # ------------------------------------------------------------------ state
 
@@ -150,6 +152,17 @@ class KVClient:
         space = namespace_of(identity) if isinstance(identity, KVIdentity) else identity
         if len(space) != FINGERPRINT_BYTES:
             raise InvalidRequest(f"namespace: {len(space)} bytes, must be {FINGERPRINT_BYTES}")
+        with self._declaring:
+            return self._open(space, layout, kind, window_tokens, label)
+
+    def _open(
+        self,
+        space: NamespaceId,
+        layout: BlockLayout,
+        kind: NamespaceKind,
+        window_tokens: int,
+        label: str,
+    ) -> NamespaceHandle:
         known = self._handles.get(space)
         if known is not None:
             if (known.layout, known.kind, known.window_tokens) != (layout, kind, window_tokens):

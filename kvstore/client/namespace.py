@@ -83,9 +83,7 @@ class NamespaceHandle:
         self.label = label
         self._session = session
         self._keeper = keeper
-        self.spare = SpareSlots(
-            session, namespace, self._declared, keeper.abort, keeper.wake, time.monotonic
-        )
+        self.spare = SpareSlots(session, namespace, self._declared, keeper.abort, time.monotonic)
         self._loader = Loader(session, keeper, threads, layout, self._lease_for)
         self._storer = Storer(session, keeper, committer, self.spare, namespace, layout)
 

@@ -60,7 +60,7 @@ class Spare:
 
 
 class SpareSlots:
-    """Thread-safe. `abort` queues an Abort, `wake` calls the keeper."""
+    """Thread-safe. `abort` queues an Abort."""
 
     def __init__(
         self,
@@ -68,20 +68,19 @@ class SpareSlots:
         namespace: bytes,
         declared: Callable[[Life], Declared],
         abort: Callable[[Life, int], None],
-        wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._session = session
         self._namespace = namespace
         self._declared = declared
         self._abort = abort
-        self._wake = wake
         self._now = clock
         self._lock = Lock()
         self._all: list[Reserved] = []
         self._target = 0
         self._largest = 0
         self._last_taken = 0.0
+        self._is_withdrawn = False
         self._refill_from = 0.0
         """The daemon had no room lately: ask again at this time."""
 
@@ -92,9 +91,7 @@ class SpareSlots:
             return sum(len(reserved.free) for reserved in self._all)
 
     def take(self, life: Life, count: int) -> list[Spare]:
-        """`count` slots in address order, or an empty list; either way the keeper learns what is
-        wanted.
-        """
+        """`count` slots, or an empty list; either way it is known then what stores want."""
         now = self._now()
         taken: list[Spare] = []
         with self._lock:
@@ -112,7 +109,6 @@ class SpareSlots:
                     while reserved.free and len(taken) < count:
                         taken.append(Spare(reserved, reserved.free.popleft()))
                         reserved.busy += 1
-        self._wake()
         return taken
 
     def settle(self, reserved: Reserved, count: int) -> bool:
@@ -147,6 +143,7 @@ class SpareSlots:
     def withdraw(self) -> None:
         """Give back everything that nobody is copying into; for close."""
         with self._lock:
+            self._is_withdrawn = True
             for reserved in list(self._all):
                 self._retire(reserved)
 
@@ -163,7 +160,7 @@ class SpareSlots:
                 self._largest = 0
             wanted = 2 * self._largest
             due = [r for r in self._all if r.deadline - now < r.seconds / 2]
-        if not wanted or life.is_draining:
+        if not wanted or life.is_draining or self._is_withdrawn:
             return
         for reserved in due:
             self._renew(life, reserved)
@@ -202,6 +199,8 @@ class SpareSlots:
         )
         with self._lock:
             self._all.append(reserved)
+            if self._is_withdrawn:
+                self._retire(reserved)
 
     def _retire(self, reserved: Reserved) -> None:
         reserved.is_retired = True

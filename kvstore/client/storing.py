@@ -70,6 +70,11 @@ class Storer:
     def store(self, order: StoreOrder) -> None:
         """Settle the order's ticket, now or from the background thread. Never raises."""
         self._session.tally.add(stores=1)
+        self._store(order)
+        # Only now, so that the refill does not compete with this store for the last slots.
+        self._keeper.wake()
+
+    def _store(self, order: StoreOrder) -> None:
         refusal = DRAINING if order.life.is_draining else BUSY if self._committer.is_full else ""
         missing = self._missing(order)
         if not refusal and missing and not order.life.writer_begins():

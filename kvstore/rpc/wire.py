@@ -34,7 +34,7 @@ Integers = Sequence[int] | IntArray | UIntArray | NDArray[np.uint32] | ByteArray
 
 
 def pack_u64(values: Integers) -> bytes:
-    """8 bytes a value; -1 becomes NO_OFFSET."""
+    """8 bytes a value; -1 in a signed array becomes NO_OFFSET."""
     return _pack(values, "<u8")
 
 
@@ -109,7 +109,9 @@ def unpack_ready(data: bytes, field: str) -> NDArray[np.void]:
 
 def _pack(values: Integers, dtype: str) -> bytes:
     try:
-        return np.asarray(values).astype(dtype, copy=False).tobytes()
+        # A list with values beyond int64 would become floats without its dtype.
+        array = values if isinstance(values, np.ndarray) else np.array(values, dtype)
+        return array.astype(dtype, copy=False).tobytes()
     except (OverflowError, ValueError, TypeError) as error:
         raise InvalidRequest(f"cannot pack {type(values).__name__} as {dtype}: {error}") from error
 

@@ -76,6 +76,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
         self.part_pause.set()
         self._clients: set[int] = set()
         self._stopping = threading.Event()
+        self._streams = 0
         self._lock = threading.RLock()
         self._server = grpc.server(ThreadPoolExecutor(16))
         control_pb2_grpc.add_ControlServicer_to_server(self, self._server)
@@ -97,10 +98,11 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
 
     def _end(self) -> None:
         self._stopping.set()
+        stopped = self._server.stop(0)
         for event in self.hold.values():
             event.set()
         self.part_pause.set()
-        self._server.stop(0).wait()
+        stopped.wait()
 
     def called(self, verb: str) -> list[Any]:
         return [request for name, request in self.calls if name == verb]
@@ -140,6 +142,8 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
         self.calls.append((verb, request))
         if verb in self.hold:
             self.hold[verb].wait(5)
+            if self._stopping.is_set():
+                context.abort(grpc.StatusCode.UNAVAILABLE, "dead")
         error = self.fail_with.get(verb)
         client = getattr(request, "client", None)
         if error is None and client is not None and client not in self._clients:
@@ -177,18 +181,22 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
                 break_even_tokens={1: 64},
             )
         )
-        told = 0
+        told, streams = 0, self._streams
         while not ended.wait(0.005) and not self._stopping.is_set():
             while told < len(self.news):
                 yield self.news[told]
                 told += 1
-            if client not in self._clients:
+            if self._streams != streams:
                 return
         self._clients.discard(client)
 
     def forget_clients(self) -> None:
-        """As after a broken stream that only the daemon noticed."""
+        """As after a broken stream that only the daemon noticed: it stays open for the client."""
         self._clients.clear()
+
+    def drop_streams(self) -> None:
+        """End every attach stream."""
+        self._streams += 1
 
     def Declare(self, request: Any, context: Any) -> pb.NamespaceReply:
         self._enter("Declare", request, context)

@@ -20,6 +20,8 @@ def test_arrays_round_trip_little_endian() -> None:
     assert wire.pack_u64(offsets)[8:16] == b"\x00\x10" + bytes(6)
     assert wire.unpack_u64(wire.pack_u64(offsets), "offsets", 3).tolist() == offsets.tolist()
     assert wire.unpack_u64(wire.pack_u64(np.array([-1])), "o").tolist() == [wire.NO_OFFSET]
+    mixed = [4096, wire.NO_OFFSET, 2**63 + 1]
+    assert wire.unpack_u64(wire.pack_u64(mixed), "o").tolist() == mixed
     assert wire.unpack_u32(wire.pack_u32([1, 2**32 - 1]), "x").tolist() == [1, 2**32 - 1]
     assert wire.unpack_u8(wire.pack_u8([0, 255]), "x", 2).tolist() == [0, 255]
     assert wire.unpack_u64(b"", "x", 0).size == 0
