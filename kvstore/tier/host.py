@@ -29,11 +29,14 @@ class HostTier:
         self.pool = pool
         self.arena = arena
         self.directory = directory
-        self._is_waiting = arena.quarantined
-        """Clients of an earlier life may still write to the arena: no slab is handed out."""
-        if self._is_waiting:
-            for slab in range(pool.slabs):
-                pool.retire_slab(slab)
+        self._quarantined = [
+            slab
+            for slab in range(pool.slabs)
+            if slab // pool.slabs_per_region in arena.quarantined_regions
+        ]
+        """Slabs that clients of the last daemon may still write to: out of service until then."""
+        for slab in self._quarantined:
+            pool.retire_slab(slab)
 
     def slot_bytes_for(self, length: int) -> int:
         """The payload padded to pages, at least the smallest slot."""
@@ -89,19 +92,17 @@ class HostTier:
         return self.pool.room(slot_bytes)
 
     def recheck(self) -> None:
-        """Hand the arena out once the last client of an earlier life is gone."""
-        if not self._is_waiting:
-            return
-        self.arena.recheck_clients()
-        if not self.arena.quarantined:
-            self._is_waiting = False
-            for slab in range(self.pool.slabs):
+        """Hand quarantined slabs out once the last client of the last daemon is gone."""
+        if self._quarantined and self.arena.recheck_clients():
+            for slab in self._quarantined:
                 self.pool.restore_slab(slab)
+            self._quarantined.clear()
 
     def health(self) -> list[str]:
-        if self._is_waiting:
-            return ["host: waits for clients of an earlier daemon to let go of the arena"]
-        return []
+        waiting = len(self._quarantined)
+        if not waiting:
+            return []
+        return [f"host: {waiting} of {self.pool.slabs} slabs wait for clients of the last daemon"]
 
     def describe(self) -> dict[str, object]:
         return {"slabs": asdict(self.pool.statistics()), "arena": asdict(self.arena.statistics())}
