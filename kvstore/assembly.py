@@ -1,6 +1,7 @@
 """From a configuration to tiers and a store: what the daemon and the offline tools share.
 
-Primitives: `FileLock`, `open_nvme`, `open_host`, `make_store`. Starts no task of its own.
+Primitives: `FileLock`, `open_nvme`, `open_host`, `make_store`, `make_service`. Starts no task of
+its own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ import fcntl
 import json
 import os
 import secrets
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from kvstore.arena import Arena
 from kvstore.blockio import DirectIO
@@ -19,12 +25,21 @@ from kvstore.config import Config
 from kvstore.directory import DirectoryWriter, header_bytes
 from kvstore.errors import ConfigError
 from kvstore.lease import LeaseTable, ReservationTable
+from kvstore.mover import Mover
 from kvstore.namespaces import NamespaceTable
-from kvstore.policy import make_policy
+from kvstore.nvme_room import NvmeRoom
+from kvstore.policy import VictimPicker, make_policy
+from kvstore.reservation_ends import ReservationEnds
+from kvstore.room import Room
+from kvstore.rpc.sessions import Sessions
+from kvstore.scrub import Scrubber
+from kvstore.service import Service
 from kvstore.slab import SlabPool
 from kvstore.store import Store
 from kvstore.tier.host import HostTier
 from kvstore.tier.nvme import NvmeTier
+from kvstore.writebehind import WriteBehind
+from kvstore.writes import WritePath
 
 
 class FileLock:
@@ -99,8 +114,18 @@ def open_host(config: Config, boot_id: int) -> HostTier:
     return HostTier(pool, arena, directory)
 
 
-def make_store(config: Config, host: HostTier | None, nvme: NvmeTier | None) -> Store:
-    """An empty store over the tiers."""
+def new_id() -> int:
+    """A random, never zero u63."""
+    return secrets.randbits(63) | 1
+
+
+def make_store(
+    config: Config,
+    host: HostTier | None,
+    nvme: NvmeTier | None,
+    ids: Callable[[], int] = new_id,
+) -> Store:
+    """An empty store over the tiers; `ids` names leases and reservations."""
     lease = config.lease
     catalog = Catalog(
         host_slots=host.pool.slots_max if host is not None else 0,
@@ -111,12 +136,12 @@ def make_store(config: Config, host: HostTier | None, nvme: NvmeTier | None) -> 
         catalog=catalog,
         leases=LeaseTable(
             catalog,
-            new_id,
+            ids,
             blocks_max=lease.blocks_max,
             leases_per_client_max=lease.leases_per_client_max,
         ),
         reservations=ReservationTable(
-            new_id, quarantine_bytes_max=lease.quarantine_bytes_per_client_max
+            ids, quarantine_bytes_max=lease.quarantine_bytes_per_client_max
         ),
         namespaces=NamespaceTable(config.limits.namespaces_max),
         policy=make_policy(config.policy.name, catalog),
@@ -125,6 +150,50 @@ def make_store(config: Config, host: HostTier | None, nvme: NvmeTier | None) -> 
     )
 
 
-def new_id() -> int:
-    """A random, never zero u63."""
-    return secrets.randbits(63) | 1
+@dataclass(frozen=True)
+class Workers:
+    """Where bytes move: one executor a kind of work, so that one kind never waits for another."""
+
+    hash: Executor
+    read: Executor
+    write: Executor
+    help: Executor
+
+
+def make_service(
+    store: Store,
+    clock: Clock,
+    workers: Workers,
+    rng: np.random.Generator,
+    boot_id: int,
+    on_fatal: Callable[[BaseException], None],
+    ids: Callable[[], int] = new_id,
+) -> Service:
+    """Everything between store and verbs; the caller runs `maintain` and `write_behind.run`."""
+    config, now = store.config, clock.monotonic
+    picker = VictimPicker(store.catalog, store.policy, store.namespaces.leaf_exempt, rng)
+    room = Room(store, picker)
+    sessions = Sessions(config.limits.clients_max, ids)
+    ends = ReservationEnds(store, sessions.of_engine)
+    mover = Mover(store, room, workers.read, config.nvme.readers, now)
+    write_behind = nvme_room = None
+    if store.nvme is not None:
+        nvme_room = NvmeRoom(store, store.nvme, picker, now)
+        write_behind = WriteBehind(
+            store, store.nvme, nvme_room, workers.write, now, lambda: mover.is_busy
+        )
+    return Service(
+        config,
+        clock,
+        store,
+        WritePath(store, room, workers.hash, ends, now),
+        ends,
+        mover,
+        write_behind,
+        nvme_room,
+        Scrubber(store, workers.help),
+        sessions,
+        workers.help,
+        boot_id,
+        on_fatal,
+    )

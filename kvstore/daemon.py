@@ -25,25 +25,25 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.arena import Arena
-from kvstore.assembly import FileLock, lock_data, make_store, new_id, open_host, open_nvme
+from kvstore.assembly import (
+    FileLock,
+    Workers,
+    lock_data,
+    make_service,
+    make_store,
+    new_id,
+    open_host,
+    open_nvme,
+)
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import Config
 from kvstore.errors import InvariantViolated, KVStoreError
 from kvstore.logs import get_logger
-from kvstore.mover import Mover
-from kvstore.nvme_room import NvmeRoom
-from kvstore.policy import VictimPicker
 from kvstore.recovery import Recovered, recover
-from kvstore.reservation_ends import ReservationEnds
-from kvstore.room import Room
 from kvstore.rpc import control_pb2, control_pb2_grpc
 from kvstore.rpc.server import ControlServicer
-from kvstore.rpc.sessions import Sessions
-from kvstore.scrub import Scrubber
 from kvstore.service import Service
 from kvstore.store import Store
-from kvstore.writebehind import WriteBehind
-from kvstore.writes import WritePath
 
 EXIT_OK, EXIT_FATAL, EXIT_REFUSED = 0, 1, 2
 WATCHDOG_EXTRA_SECONDS = 4.0
@@ -99,40 +99,17 @@ class Daemon:
         return pool
 
     def _assemble(self, store: Store) -> None:
-        config, now = self.config, self.clock.monotonic
-        rng = np.random.default_rng(secrets.randbits(64))
-        picker = VictimPicker(store.catalog, store.policy, store.namespaces.leaf_exempt, rng)
-        room = Room(store, picker)
-        sessions = Sessions(config.limits.clients_max)
-        hashers = self._pool("hash", 2)
-        ends = ReservationEnds(store, sessions.of_engine)
-        writes = WritePath(store, room, hashers, ends, now)
-        readers = self._pool("read", config.nvme.readers)
-        mover = Mover(store, room, readers, config.nvme.readers, now)
-        write_behind = nvme_room = None
-        if store.nvme is not None:
-            writers = self._pool("write", config.nvme.writers)
-            nvme_room = NvmeRoom(store, store.nvme, picker, now)
-            write_behind = WriteBehind(
-                store, store.nvme, nvme_room, writers, now, lambda: mover.is_busy
-            )
-            self._start_task(write_behind.run())
-        helpers = self._pool("help", 1)
-        self.service = Service(
-            config,
-            self.clock,
-            store,
-            writes,
-            ends,
-            mover,
-            write_behind,
-            nvme_room,
-            Scrubber(store, helpers),
-            sessions,
-            helpers,
-            self.boot_id,
-            self.fail,
+        config = self.config
+        workers = Workers(
+            hash=self._pool("hash", 2),
+            read=self._pool("read", config.nvme.readers),
+            write=self._pool("write", config.nvme.writers),
+            help=self._pool("help", 1),
         )
+        rng = np.random.default_rng(secrets.randbits(64))
+        self.service = make_service(store, self.clock, workers, rng, self.boot_id, self.fail)
+        if self.service.write_behind is not None:
+            self._start_task(self.service.write_behind.run())
         self._start_task(self.service.maintain())
         if store.host is not None:
             threading.Thread(

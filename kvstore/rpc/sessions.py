@@ -8,7 +8,7 @@ more.
 from __future__ import annotations
 
 import asyncio
-import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstore.errors import Overloaded, PeerGone
@@ -32,8 +32,10 @@ class Session:
 class Sessions:
     """All sessions of one daemon life, on its loop."""
 
-    def __init__(self, clients_max: int) -> None:
+    def __init__(self, clients_max: int, ids: Callable[[], int]) -> None:
+        """`ids` names clients: never zero, never the same again."""
         self._clients_max = clients_max
+        self._ids = ids
         self._attached: dict[ClientId, Session] = {}
         self._left: dict[ClientId, Session] = {}
 
@@ -51,7 +53,7 @@ class Sessions:
             raise Overloaded(
                 f"{self._clients_max} clients are attached already; raise limits.clients_max"
             )
-        client = ClientId(secrets.randbits(63) | 1)
+        client = ClientId(self._ids())
         session = Session(client, hello.engine or f"pid-{hello.pid}", hello.pid, hello.lock_file)
         self._attached[client] = session
         return session

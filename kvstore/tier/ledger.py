@@ -23,7 +23,7 @@ import numpy as np
 
 from kvstore.clock import Clock
 from kvstore.errors import GenerationMismatch, TierIO
-from kvstore.index import Delete, IndexStatistics, NamespaceRecord
+from kvstore.index import Delete, Index, IndexStatistics, NamespaceRecord
 from kvstore.layout import BlockLayout
 from kvstore.segment import FrameFields
 from kvstore.tier import superblock as superblocks
@@ -58,13 +58,14 @@ class Ledger:
         clock: Clock,
         *,
         index_map_bytes: int,
+        index_type: type[Index] = Index,
     ) -> None:
         """Open the index and count this start. Raises ConfigError (open elsewhere), TierFull,
         TierIO.
 
         An index that is damaged or of another life is set aside; then `damage` says why.
         """
-        opened = open_index(directory, superblock, map_bytes=index_map_bytes)
+        opened = open_index(directory, superblock, map_bytes=index_map_bytes, index_type=index_type)
         self._directory = directory
         self._segments = segments
         self._clock = clock

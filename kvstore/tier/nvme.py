@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Self
 
 import xxhash
 
@@ -32,7 +33,7 @@ from kvstore.errors import (
     TierFull,
     TierIO,
 )
-from kvstore.index import Delete, NamespaceRecord
+from kvstore.index import Delete, Index, NamespaceRecord
 from kvstore.layout import Part, align_up
 from kvstore.segment import SLOT_BYTES_MIN, FrameFields, SegmentGeometry, frame_bytes
 from kvstore.slab import SlabPool
@@ -66,6 +67,8 @@ class NvmeTier:
     name = Tier.NVME
     is_durable = True
     is_addressable = False
+    index_type = Index
+    """A simulation's index commits when the simulation says."""
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class NvmeTier:
         self._tender.start()
 
     @classmethod
-    def open(cls, directory: Path, *, config: NvmeConfig, io: BlockIO, clock: Clock) -> NvmeTier:
+    def open(cls, directory: Path, *, config: NvmeConfig, io: BlockIO, clock: Clock) -> Self:
         """Open or create the tier in `directory`; does I/O, about 0.2 s per 100,000 records.
 
         Raises ForeignData (another geometry or format, with the way out), ConfigError (too small,
@@ -103,7 +106,7 @@ class NvmeTier:
             raise translated(error, f"cannot open {directory}") from error
 
     @classmethod
-    def _open(cls, directory: Path, config: NvmeConfig, io: BlockIO, clock: Clock) -> NvmeTier:
+    def _open(cls, directory: Path, config: NvmeConfig, io: BlockIO, clock: Clock) -> Self:
         geometry = geometry_of(config.segment_bytes)
         if config.bytes_max < 2 * geometry.slab_bytes:
             raise ConfigError(
@@ -123,7 +126,12 @@ class NvmeTier:
         if not superblock.lives:
             superblocks.store(directory, superblock)
         ledger = Ledger(
-            directory, superblock, segments, clock, index_map_bytes=config.index_map_bytes
+            directory,
+            superblock,
+            segments,
+            clock,
+            index_map_bytes=config.index_map_bytes,
+            index_type=cls.index_type,
         )
         slabs = max(bytes_max // geometry.slab_bytes, max(segments.files(), default=-1) + 1)
         pool = SlabPool(slabs, geometry.slab_bytes, geometry.slot_bytes_min)

@@ -42,14 +42,16 @@ class OpenedIndex:
     damage: str
 
 
-def open_index(directory: Path, superblock: Superblock, *, map_bytes: int) -> OpenedIndex:
+def open_index(
+    directory: Path, superblock: Superblock, *, map_bytes: int, index_type: type[Index] = Index
+) -> OpenedIndex:
     """Open `directory`/index and read it once. Raises ConfigError when it is open elsewhere,
     TierFull, TierIO.
     """
     path = directory / "index"
     index: Index | None = None
     try:
-        index = Index.open(path, map_bytes=map_bytes)
+        index = index_type.open(path, map_bytes=map_bytes)
         lives, damage = _origin(index, superblock)
         records = index.scan()
         index.load_namespaces()
@@ -62,7 +64,7 @@ def open_index(directory: Path, superblock: Superblock, *, map_bytes: int) -> Op
     if index is not None:
         index.close()
     set_aside(path)
-    index = Index.open(path, map_bytes=map_bytes)
+    index = index_type.open(path, map_bytes=map_bytes)
     return OpenedIndex(index, index.scan(), superblock.lives, damage)
 
 
