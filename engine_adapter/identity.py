@@ -1,0 +1,299 @@
+"""The full identity of a transformers model's keys and values.
+
+Primitives:
+  `ModelIdentity`   made once a model; `current()` names the model as it is now
+  `Choices`         what the user chose: block size, salt, exactness
+
+The weights are named by the content that lies in memory, not by a path or a revision: two processes
+that loaded the same tensors share, and whoever merges an adapter, quantises or trains gets another
+name. All tensors are read whole up to FULL_BYTES_MAX, beyond that a sample of each (ends, and pieces
+spread evenly): a local edit of a few rows of a very large model may then go unseen, see `variant`.
+Digests are kept per tensor and made again when the tensor, its memory or its version moved.
+Adapters (LoRA and its kin) count by the content of what is active, their scaling and merge state,
+never by their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+import xxhash
+
+from engine_adapter.refusal import Refused
+from engine_adapter.tensors import LAYOUT_NAME
+from engine_adapter.transformers_cache import ModelShape
+from kvstore.fingerprint import KVIdentity
+
+FULL_BYTES_MAX = 4 << 30
+SAMPLE_PIECES = 64
+SAMPLE_PIECE_BYTES = 4096
+NAMES_ONLY = ("_name_or_path", "_model_name_or_path", "transformers_version", "architectures")
+"""Config entries that say where a model came from, not what it computes."""
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """`exact`: only what was computed in whole prefill chunks of `block_tokens` is shared, and only
+    between equal arithmetic. `variant`: names what the adapter cannot see (hooks, edits)."""
+
+    block_tokens: int
+    tenant_salt: str = ""
+    variant: str = ""
+    exact: bool = True
+
+
+class _Entry(NamedTuple):
+    """One tensor of the model: where it hangs, and whose it is."""
+
+    name: str
+    tensor: torch.Tensor
+    tuner: Any
+    """The adapter layer it belongs to, None for the model's own."""
+
+
+class _Mark(NamedTuple):
+    """A tensor as it was. The reference is what makes it certain: ids and memory are used again."""
+
+    reference: weakref.ref[torch.Tensor]
+    address: int
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Mark:
+        return cls(weakref.ref(tensor), tensor.data_ptr(), _version(tensor))
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return (
+            self.reference() is tensor
+            and self.address == tensor.data_ptr()
+            and self.version == _version(tensor)
+        )
+
+
+class ModelIdentity:
+    """`current()` is cheap while nothing changed: one walk over the modules."""
+
+    def __init__(self, model: Any, shape: ModelShape, choices: Choices) -> None:
+        self._model = model
+        self._shape = shape
+        self._choices = choices
+        self._config = model.config.get_text_config(decoder=True)
+        self._digests: dict[int, tuple[_Mark, bytes]] = {}
+        self._marks: list[_Mark] = []
+        self._state: list[object] = []
+        self._identity: KVIdentity | None = None
+
+    def current(self) -> KVIdentity:
+        """Raises Refused for weights that are not in memory."""
+        tensors, state = self._look()
+        is_same = state == self._state and len(tensors) == len(self._marks)
+        if self._identity is None or not (
+            is_same and all(mark.fits(t) for mark, t in zip(self._marks, tensors, strict=True))
+        ):
+            self._identity = self._make()
+            self._marks = [_Mark.of(tensor) for tensor in tensors]
+            self._state = state
+        return self._identity
+
+    def _look(self) -> tuple[list[torch.Tensor], list[object]]:
+        """Every tensor of the model, and all else that may change while the model is in use."""
+        tensors: list[torch.Tensor] = []
+        state: list[object] = [self._config._attn_implementation, self._model.dtype]
+        if self._choices.exact:
+            state += arithmetic()
+        todo = [self._model]
+        while todo:
+            module = todo.pop()
+            tensors += [t for t in module._parameters.values() if t is not None]
+            tensors += [t for t in module._buffers.values() if t is not None]
+            if _is_tuner(module):
+                state.append(_tuner_state(module))
+            todo += [child for child in module._modules.values() if child is not None]
+        return tensors, state
+
+    def _make(self) -> KVIdentity:
+        config, shape = self._config, self._shape
+        weights, adapters = self._digest_tensors()
+        windows = [window or 0 for window in shape.windows]
+        return KVIdentity(
+            model=f"{type(self._model).__name__} {config.model_type}",
+            weights_digest=weights,
+            kv_dtype=str(shape.dtype).removeprefix("torch."),
+            layout=f"{LAYOUT_NAME} key={shape.key_size} value={shape.value_size}",
+            block_tokens=self._choices.block_tokens,
+            layers=len(shape.windows),
+            kv_heads_per_rank=shape.heads,
+            head_size=shape.key_size,
+            adapter_digest=adapters,
+            positions=_json(rope_settings(config)),
+            attention=str(config._attn_implementation),
+            kv_group=f"all layers, whole; windows {windows}",
+            tenant_salt=self._choices.tenant_salt,
+            extra=self._extra(),
+        )
+
+    def _extra(self) -> tuple[tuple[str, str], ...]:
+        config = {k: v for k, v in self._model.config.to_dict().items() if k not in NAMES_ONLY}
+        extra = [
+            ("config", hashlib.blake2b(_json(config).encode(), digest_size=16).hexdigest()),
+            ("compute", str(self._model.dtype)),
+            ("transformers", transformers.__version__),
+            ("torch", torch.__version__),
+            ("variant", self._choices.variant),
+        ]
+        if self._choices.exact:
+            extra.append(("exact", " ".join(map(str, arithmetic()))))
+        return tuple(extra)
+
+    # ------------------------------------------------------------------ content
+
+    def _digest_tensors(self) -> tuple[str, str]:
+        """Digests of the model's own tensors and of the active adapters' (\"\" without any)."""
+        entries = sorted(_entries(self._model), key=lambda entry: entry.name)
+        own = [entry for entry in entries if entry.tuner is None]
+        whole = sum(entry.tensor.nbytes for entry in entries) <= FULL_BYTES_MAX
+        weights = hashlib.blake2b(digest_size=16, person=b"hf-weights")
+        for entry in own:
+            weights.update(self._line(entry, whole))
+        active = [entry for entry in entries if entry.tuner is not None and _is_active(entry)]
+        if not active:
+            return weights.hexdigest(), ""
+        adapters = hashlib.blake2b(digest_size=16, person=b"hf-adapters")
+        for entry in active:
+            adapters.update(self._line(entry, whole))
+        return weights.hexdigest(), adapters.hexdigest()
+
+    def _line(self, entry: _Entry, whole: bool) -> bytes:
+        tensor = entry.tensor
+        known = self._digests.get(id(tensor))
+        if known is None or not known[0].fits(tensor):
+            known = (_Mark.of(tensor), content_digest(tensor, whole=whole))
+            self._digests[id(tensor)] = known
+        name = entry.name
+        if entry.tuner is not None:
+            name, adapter = _without_adapter(entry)
+            name += f" x{_scaling(entry.tuner).get(adapter, 1.0)!r}"
+        head = f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode()
+        return len(head).to_bytes(4, "little") + head + known[1]
+
+
+def content_digest(tensor: torch.Tensor, *, whole: bool) -> bytes:
+    """16 bytes of a tensor's content, or of evenly spread pieces of it, both ends among them."""
+    if tensor.device.type == "meta":
+        raise Refused("a weight is not in memory (meta device); load the model whole, then attach")
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if whole or flat.size <= SAMPLE_PIECES * SAMPLE_PIECE_BYTES:
+        return xxhash.xxh3_128_digest(flat)
+    starts = np.linspace(0, flat.size - SAMPLE_PIECE_BYTES, SAMPLE_PIECES).astype(np.int64)
+    digest = xxhash.xxh3_128()
+    for start in starts.tolist():
+        digest.update(flat[start : start + SAMPLE_PIECE_BYTES])
+    return digest.digest()
+
+
+def arithmetic() -> tuple[object, ...]:
+    """What decides how the same operations round: bits are shared only where it is equal."""
+    return (
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def rope_settings(config: Any) -> dict[str, Any]:
+    """Whatever the config says of positions. Raises Refused where keys depend on what follows
+    them."""
+    found = {
+        name: getattr(config, name)
+        for name in ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+        if getattr(config, name, None) is not None
+    }
+    for settings in found.values():
+        if isinstance(settings, dict):
+            for part in (settings, *(v for v in settings.values() if isinstance(v, dict))):
+                kind = part.get("rope_type", part.get("type"))
+                if kind in LENGTH_DEPENDENT_ROPE:
+                    raise Refused(
+                        f"rope type {kind!r}: keys depend on the length of the whole prompt, not "
+                        "only on what precedes them, and cannot be shared"
+                    )
+    return found
+
+
+def _entries(model: Any) -> Iterator[_Entry]:
+    """Every parameter and buffer once, with the name it would have without adapters around it."""
+    todo: list[tuple[Any, str, Any]] = [(model, "", None)]
+    seen: set[int] = set()
+    while todo:
+        module, path, tuner = todo.pop()
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield _Entry(f"{path}{name}", tensor, tuner)
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            if _is_tuner(module) and name == "base_layer":
+                todo.append((child, path, None))
+            else:
+                owner = module if _is_tuner(module) else tuner
+                todo.append((child, f"{path}{name}.", owner))
+
+
+def _is_tuner(module: Any) -> bool:
+    """An adapter layer, by what it offers: active and merged adapters, and the layer it wraps."""
+    return hasattr(type(module), "active_adapters") and "base_layer" in module._modules
+
+
+def _tuner_state(module: Any) -> tuple[object, ...]:
+    return (
+        tuple(module.active_adapters),
+        bool(module.disable_adapters),
+        tuple(module.merged_adapters),
+        tuple(_scaling(module).items()),
+    )
+
+
+def _scaling(tuner: Any) -> dict[str, Any]:
+    """By adapter name; not every kind of adapter has one."""
+    scaling: dict[str, Any] = getattr(tuner, "scaling", {})
+    return scaling
+
+
+def _is_active(entry: _Entry) -> bool:
+    """Merged adapters are in the weights already."""
+    tuner = entry.tuner
+    if tuner.disable_adapters or tuner.merged_adapters:
+        return False
+    return _without_adapter(entry)[1] in tuner.active_adapters
+
+
+def _without_adapter(entry: _Entry) -> tuple[str, str]:
+    """The entry's name without its adapter's display name, and that name."""
+    known = {*_scaling(entry.tuner), *entry.tuner.active_adapters}
+    for adapter in known:
+        if f".{adapter}." in entry.name:
+            return entry.name.replace(f".{adapter}.", ".*.", 1), adapter
+        if entry.name.endswith(f".{adapter}"):
+            return f"{entry.name.removesuffix(adapter)}*", adapter
+    return entry.name, ""
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was written in place; tensors of inference mode do not count that."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,207 @@
+"""One generate call: what is restored for it, confirmed, tried again, and saved.
+
+Primitives:
+  `Tools`     what all sessions of an attached model share
+  `Session`   open -> (confirm | fall_back)* -> prefilled -> save_decoded -> close
+
+Ownership of a row's columns: [0, pad) padding, zeroed; [pad, restored) from the store, provisional
+until confirmed; [restored, tokens) computed here. A saver gets whole blocks of the last range only.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine_adapter.loader import CHANGED, LoadThreads, PrefixLoad, Row
+from engine_adapter.prefix import Prefix, find
+from engine_adapter.saver import SaveJob, Saver
+from engine_adapter.statistics import RequestReport, Tally
+from engine_adapter.tensors import KVTensors
+from engine_adapter.transformers_cache import KVCache, ModelShape
+from engine_adapter.transformers_modes import Prompt
+from kvstore.client import NamespaceHandle
+
+
+@dataclass(frozen=True)
+class Tools:
+    """`chunk`: prefill chunk size that exactness asks for, 0 for none."""
+
+    shape: ModelShape
+    tensors: KVTensors
+    chunk: int
+    deadline_seconds: float
+    threads: LoadThreads
+    saver: Saver
+    tally: Tally
+
+
+class Session:
+    """On the caller's thread. `handle` None: the store cannot be used now, only the cache is ours."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        handle: NamespaceHandle | None,
+        prompt: Prompt,
+        report: RequestReport,
+        began: float,
+    ) -> None:
+        self._tools = tools
+        self._handle = handle
+        self._prompt = prompt
+        self._report = report
+        self._began = began
+        self._cache = prompt.cache or KVCache(tools.shape.windows, prompt.capacity, tools.chunk)
+        self._prefixes: list[Prefix] = []
+        self._restored: list[int] = [0] * len(prompt.pads)
+        """A sequence: its leading tokens that come from the store."""
+        self._load: PrefixLoad | None = None
+        self._tried_again = False
+
+    def open(self) -> KVCache:
+        """The cache to generate with; its prefix may still be on the way."""
+        prompt, cache = self._prompt, self._cache
+        self._report.prompt_tokens = prompt.tokens
+        cache.session = self
+        if prompt.cache is None:
+            if self._handle is not None:
+                cache.namespace = self._handle.id
+                columns = prompt.ids.shape[1] - 1  # the last token is always computed
+                self._restore([(columns - pad) // self._block_tokens for pad in prompt.pads])
+            cache.saved_blocks = [-(-n // self._block_tokens) for n in self._restored]
+        self._report.lookup_seconds = time.perf_counter() - self._began
+        return cache
+
+    @property
+    def _block_tokens(self) -> int:
+        return self._tools.tensors.block_tokens
+
+    def _row_tokens(self, ids: torch.Tensor, row: int) -> NDArray[np.uint32]:
+        """One sequence's token ids without padding."""
+        return ids[row, self._prompt.pads[row] :].numpy().astype(np.uint32)
+
+    # ------------------------------------------------------------------ the prefix
+
+    def _restore(self, blocks_max: list[int]) -> None:
+        """Find at most so many blocks of each row, and start to load what all rows can share."""
+        tools, prompt, handle = self._tools, self._prompt, self._handle
+        assert handle is not None  # open asks for it
+        self._prefixes = [
+            find(handle, self._row_tokens(prompt.ids, row), blocks, tools.deadline_seconds)
+            for row, blocks in enumerate(blocks_max)
+        ]
+        ends = [
+            pad + prefix.blocks * self._block_tokens
+            for pad, prefix in zip(prompt.pads, self._prefixes, strict=True)
+        ]
+        columns = min(*ends, prompt.ids.shape[1] - 1)
+        self._restored = [max(columns - pad, 0) for pad in prompt.pads]
+        self._report.miss_reason = next((p.reason for p in self._prefixes if p.reason), "")
+        if not any(self._restored):
+            self._abandon()
+            return
+        repeat = prompt.expand
+        rows = [
+            Row(prefix, count, pad, tuple(range(row * repeat, (row + 1) * repeat)))
+            for row, (prefix, count, pad) in enumerate(
+                zip(self._prefixes, self._restored, prompt.pads, strict=True)
+            )
+        ]
+        pads = [pad for pad in prompt.pads for _ in range(repeat)]
+        buffers = self._cache.restore(tools.shape, len(pads), columns, pads)
+        self._cache.fed_max = prompt.ids.shape[1]
+        self._load = PrefixLoad(tools.tensors, rows, buffers, tools.deadline_seconds, tools.tally)
+        self._cache.await_load(self._load)
+        tools.threads.start(self._load)
+
+    def _abandon(self) -> None:
+        """Nothing is restored: the cache starts empty."""
+        self._end_prefixes()
+        self._load = None
+        self._restored = [0] * len(self._restored)
+        self._cache.restart()
+        self._cache.fed_max = 0
+
+    def _end_prefixes(self, *, used: bool = False) -> None:
+        for prefix, tokens in zip(self._prefixes, self._restored, strict=False):
+            prefix.end(-(-tokens // self._block_tokens) if used else 0)
+        self._prefixes = []
+
+    def confirm(self) -> str:
+        """After the prefill: "" if it stands, else why it does not."""
+        return self._load.confirm() if self._load is not None else ""
+
+    def fall_back(self, reason: str) -> None:
+        """The prefill is thrown away. Once more with the blocks that did come, then without any."""
+        assert self._load is not None  # nothing else fails
+        self._report.reruns += 1
+        whole = min(self._load.whole(), default=0)
+        again = len(self._prefixes) == 1 and whole and reason != CHANGED and not self._tried_again
+        self._abandon()
+        if again:
+            self._tried_again = True
+            self._restore([whole])
+        self._report.miss_reason = reason
+
+    def prefilled(self, ids: torch.Tensor) -> None:
+        """The prefill stands. `ids`: the whole prompt as it was fed, rows repeated."""
+        cpu = time.thread_time()
+        size, report = self._block_tokens, self._report
+        report.first_token_seconds = time.perf_counter() - self._began
+        for prefix, tokens in zip(self._prefixes, self._restored, strict=False):
+            below = min(prefix.below_host(-(-tokens // size)) * size, tokens)
+            report.nvme_tokens += below
+            report.host_tokens += tokens - below
+        self._end_prefixes(used=True)
+        self._load = None
+        self._cache.fed_max = 0
+        self._tools.tally.request(report)
+        self._save(ids[:: self._prompt.expand])
+        self._tools.tally.add(hook_cpu_seconds=time.thread_time() - cpu)
+
+    # ------------------------------------------------------------------ what was computed
+
+    def save_decoded(self, output: Any) -> None:
+        """After generate: blocks that generated tokens filled, unless only prefill chunks count."""
+        if self._tools.chunk or self._prompt.expand > 1:
+            return
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        self._save(sequences[:, : self._cache.get_seq_length()])
+
+    def _save(self, ids: torch.Tensor) -> None:
+        """Hand whole blocks that are not stored yet to the saver. `ids`: all tokens of the cache."""
+        cache, prompt, handle = self._cache, self._prompt, self._handle
+        if handle is None or cache.namespace != handle.id:
+            return
+        if ids.shape != (len(prompt.pads), cache.get_seq_length()):
+            return
+        if not all(self._tools.shape.shows(layer) for layer in cache.layers):
+            return
+        for row, pad in enumerate(prompt.pads):
+            first, stop = cache.saved_blocks[row], self._savable(ids.shape[1], pad)
+            if stop <= first:
+                continue
+            keys, values = cache.rows(row * prompt.expand)
+            tokens = self._row_tokens(ids, row)
+            job = SaveJob(handle, self._tools.tensors, tokens, first, stop, pad, keys, values)
+            self._tools.saver.submit(job)
+            cache.saved_blocks[row] = stop
+
+    def _savable(self, columns: int, pad: int) -> int:
+        """Leading blocks of a row that may be stored."""
+        if not self._tools.chunk:
+            return (columns - pad) // self._block_tokens
+        is_single = len(self._prompt.pads) == 1 and self._prompt.expand == 1 and pad == 0
+        return self._cache.exact_tokens // self._block_tokens if is_single else 0
+
+    def close(self) -> None:
+        """However generate ended."""
+        self._end_prefixes()
+        self._load = None
+        self._cache.session = None
