@@ -104,6 +104,8 @@ class SpareSlots:
                 and not reserved.is_retired
                 and reserved.deadline - now > reserved.seconds * _USABLE_SHARE
             ]
+            # One reservation for the whole store if possible: one commit publishes it.
+            usable.sort(key=lambda reserved: len(reserved.free) < count)
             if sum(len(reserved.free) for reserved in usable) >= count:
                 for reserved in usable:
                     while reserved.free and len(taken) < count:
