@@ -1,11 +1,11 @@
 """Engines on kvstore. The core here knows arrays, not engines; one module for each engine.
 
-  `engine_adapter.transformers`   Hugging Face transformers: `attach(model)`, then `generate` as always
+  `engine_adapter.transformers`   Hugging Face: `attach(model)`, then `generate` as always
 
 Core:
   `tensors`      how keys and values of a block lie in a slot
-  `prefix`       where the stored prefix of a token sequence is found; a miss when the daemon is away
-  `loader`       slots into an engine's buffers, layer by layer on a thread; provisional until checked
+  `prefix`       where the stored prefix of a token sequence is found, if anywhere
+  `loader`       slots into an engine's buffers, layer by layer; provisional until checked
   `saver`        buffers into slots, on a thread of its own, after the forward pass
   `statistics`   what happened and why, counted
 

@@ -4,10 +4,10 @@ Primitives:
   `ModelIdentity`   made once a model; `current()` names the model as it is now
   `Choices`         what the user chose: block size, salt, exactness
 
-The weights are named by the content that lies in memory, not by a path or a revision: two processes
+The weights are named by the content that lies in memory, not by a path or a revision: processes
 that loaded the same tensors share, and whoever merges an adapter, quantises or trains gets another
-name. All tensors are read whole up to FULL_BYTES_MAX, beyond that a sample of each (ends, and pieces
-spread evenly): a local edit of a few rows of a very large model may then go unseen, see `variant`.
+name. All tensors are read whole up to FULL_BYTES_MAX, beyond that a sample of each (both ends and
+pieces spread evenly): an edit of a few rows of a very large model may go unseen, see `variant`.
 Digests are kept per tensor and made again when the tensor, its memory or its version moved.
 Adapters (LoRA and its kin) count by the content of what is active, their scaling and merge state,
 never by their names.
@@ -72,11 +72,9 @@ class _Mark(NamedTuple):
         return cls(weakref.ref(tensor), tensor.data_ptr(), _version(tensor))
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        return (
-            self.reference() is tensor
-            and self.address == tensor.data_ptr()
-            and self.version == _version(tensor)
-        )
+        if self.reference() is not tensor:
+            return False
+        return (self.address, self.version) == (tensor.data_ptr(), _version(tensor))
 
 
 class ModelIdentity:

@@ -3,7 +3,7 @@
 Primitives:
   `Row`           one sequence: which blocks, and where in the buffers they go
   `LayerBuffers`  one layer's destination
-  `PrefixLoad`    the load of one batch: `wait(layer)` before the layer is read, `confirm` at the end
+  `PrefixLoad`    the load of one batch: `wait` before a layer is read, `confirm` at the end
   `LoadThreads`   where loads run
 
 Everything computed from a load is provisional until `confirm` says that the bytes were the stored

@@ -2,8 +2,8 @@
 
 Primitives: `Prefix` (blocks in place, or nothing and why), `find`.
 
-Host memory is asked first, through the directory, without a call; if it has less than what was asked
-for, the daemon is asked what lies below. Whatever goes wrong is a miss with its reason.
+Host memory is asked first, through the directory, without a call; if it has less than what was
+asked for, the daemon is asked what lies below. Whatever goes wrong is a miss with its reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ABSENT = "absent"
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first `blocks` blocks are readable or promised; `source` is None exactly if there are none.
+    """The first `blocks` blocks are readable or promised; without any, `source` is None.
 
     End it with exactly one `end`."""
 

@@ -118,7 +118,7 @@ class Saver:
         self._tally.add(save_cpu_seconds=time.thread_time() - began)
 
     def _save(self, job: SaveJob) -> Iterator[tuple[int, str]]:
-        """(blocks that are stored now, why later ones cannot be) a step; ends at the first refusal."""
+        """A step: (blocks that are stored now, why later ones cannot be); ends at a refusal."""
         chain = job.handle.chain(job.tokens[: job.stop * job.tensors.block_tokens])
         first = min(max(job.first, job.handle.match(chain)), job.stop)
         self._tally.add(present_blocks=first - job.first)

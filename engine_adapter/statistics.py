@@ -1,4 +1,4 @@
-"""What an adapter counts, and the report of one request. Counters only grow; rates are the reader's.
+"""What an adapter counts, and the report of one request. Counters only grow.
 
 Primitives: `RequestReport`, `AdapterStatistics`, `Tally` (the thread-safe place where they grow).
 """

@@ -1,8 +1,8 @@
 """How the keys and values of a block lie in a slot.
 
 A slot holds [layer][keys, values][head][token][dim]: each layer is one contiguous stretch, so that
-one strided copy moves one layer's keys of many neighbouring blocks into an engine's buffer. Works on
-uint8 views; knows no dtype beyond its size.
+one strided copy moves one layer's keys of many neighbouring blocks into an engine's buffer. Works
+on uint8 views; knows no dtype beyond its size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LAYOUT_NAME = "layer,kv,head,token,dim"
 
 @dataclass(frozen=True)
 class KVTensors:
-    """One layer's shape, the same for all `layers`. Sizes in bytes are of one head and one token."""
+    """One layer's shape, the same for all `layers`; bytes are those of one head and one token."""
 
     layers: int
     heads: int
@@ -59,8 +59,8 @@ class KVTensors:
         )
 
     def blocks_of(self, buffer: ByteArray, column: int, blocks: int) -> ByteArray:
-        """View [blocks, heads, block_tokens, row bytes] of an engine's buffer uint8 [heads, columns, row
-        bytes], from `column` on."""
+        """View [blocks, heads, block_tokens, row bytes], from `column` on, of an engine's buffer
+        uint8 [heads, columns, row bytes]."""
         heads, _, row_bytes = buffer.shape
         stretch = buffer[:, column : column + blocks * self.block_tokens]
         return stretch.reshape(heads, blocks, self.block_tokens, row_bytes).swapaxes(0, 1)

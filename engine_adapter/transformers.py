@@ -9,9 +9,10 @@ Primitives: `attach`, `detach`, `Attached` (reports, `flush`, `paused`), `Refuse
 
 Generate is wrapped on the instance: the longest stored prefix of the prompt is restored into the
 cache that the call works on, the rest is computed, and full blocks are stored afterwards on a
-thread. Layer i of the suffix waits for layer i of the prefix only. The whole prefill is provisional:
-it is thrown away and done again, without the prefix or with the part that did come, when the load
-fails, is late, or was not the stored bytes in the end. Without a daemon everything is a miss.
+thread. Layer i of the suffix waits for layer i of the prefix only. The whole prefill is
+provisional: it is thrown away and done again, without the prefix or with the part that did come,
+when the load fails, is late, or was not the stored bytes in the end. Without a daemon everything
+is a miss.
 
 Exactness (`exact=True`, the default): generate prefills in chunks of `block_tokens`, only blocks
 that were computed as one whole chunk are stored, and hits end on a chunk. Logits of a hit are then
@@ -114,8 +115,8 @@ def probe(model: Any) -> ModelShape:
     for index, found in enumerate(shapes):
         if found is None or found != shapes[0]:
             raise Refused(
-                f"attach: layer {index} keeps {found} (heads, key size, value size, dtype), layer 0 "
-                f"{shapes[0]}: all layers must be alike"
+                f"attach: layer {index} keeps {found} (heads, key size, value size, dtype), "
+                f"layer 0 {shapes[0]}: all layers must be alike"
             )
     assert shapes[0] is not None  # checked above
     return ModelShape(windows, *shapes[0])
@@ -185,7 +186,8 @@ class Attached:
         return self._tally.snapshot()
 
     def flush(self, timeout: float | None = 30.0) -> bool:
-        """Whether all that was computed so far is stored (or refused), waiting up to `timeout` s."""
+        """Whether all that was computed so far is stored or refused, waiting up to `timeout`
+        seconds."""
         return self._saver.wait_idle(timeout)
 
     @contextmanager

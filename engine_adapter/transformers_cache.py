@@ -1,4 +1,4 @@
-"""The Cache that generate works on: buffers at absolute positions, filled by the store or the model.
+"""The Cache that generate works on: buffers at absolute positions, filled by store or model.
 
 Primitives:
   `ModelShape`  layers, windows, heads, sizes and dtype of one model's keys and values
@@ -287,7 +287,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def restore(
         self, shape: ModelShape, batch: int, tokens: int, pads: Sequence[int]
     ) -> list[LayerBuffers]:
-        """Start anew with `tokens` columns that a load is about to fill; where it shall put them."""
+        """Start anew with `tokens` columns that a load is about to fill; where to put them."""
         self.restart()
         for layer in self.layers:
             layer.prepare(shape, batch, tokens, pads)

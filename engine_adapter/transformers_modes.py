@@ -43,7 +43,7 @@ _OWN_ARGUMENTS = {
     *CACHE_NAMES,
     *vars(GenerationConfig()),
 }
-"""Arguments that leave the prompt's keys and values as they are; any other is an input of the model."""
+"""Arguments that leave the prompt's KV as it is; any other is an input of the model."""
 _REFUSED_MODES = {
     "assistant_model": "assisted decoding feeds the whole prompt again",
     "assistant_tokenizer": "assisted decoding feeds the whole prompt again",
@@ -58,7 +58,7 @@ _WAY_OUT = "call generate inside `with attached.paused():`, or detach"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A call to serve. `pads`: leading padding of each row; `expand`: how often rows are repeated."""
+    """A call to serve. `pads`: leading padding of a row; `expand`: how often rows are repeated."""
 
     ids: torch.Tensor
     pads: tuple[int, ...]
@@ -71,7 +71,7 @@ class Prompt:
     @property
     def tokens(self) -> int:
         """Prompt tokens without padding."""
-        return self.ids.numel() - sum(self.pads)
+        return int(self.ids.numel()) - sum(self.pads)
 
 
 class Plain(NamedTuple):
@@ -143,8 +143,9 @@ def _refuse_modes(call: _Call, chunk: int) -> None:
     asked = call.setting("prefill_chunk_size")
     if chunk and asked is not None and asked != chunk and call.cache is None:
         raise Refused(
-            f"generate with prefill_chunk_size={asked}: this adapter shares only what was computed "
-            f"in chunks of {chunk}; leave it out, or attach with block_tokens={asked} or exact=False"
+            f"generate with prefill_chunk_size={asked}: this adapter shares only what was "
+            f"computed in chunks of {chunk}; leave it out, or attach with block_tokens={asked} or "
+            "exact=False"
         )
 
 

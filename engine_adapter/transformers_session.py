@@ -42,7 +42,7 @@ class Tools:
 
 
 class Session:
-    """On the caller's thread. `handle` None: the store cannot be used now, only the cache is ours."""
+    """On the caller's thread. `handle` None: the store cannot be used, only the cache is ours."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class Session:
 
     def _row_tokens(self, ids: torch.Tensor, row: int) -> NDArray[np.uint32]:
         """One sequence's token ids without padding."""
-        return ids[row, self._prompt.pads[row] :].numpy().astype(np.uint32)
+        tokens: NDArray[np.uint32] = ids[row, self._prompt.pads[row] :].numpy().astype(np.uint32)
+        return tokens
 
     # ------------------------------------------------------------------ the prefix
 
@@ -175,7 +176,7 @@ class Session:
         self._save(sequences[:, : self._cache.get_seq_length()])
 
     def _save(self, ids: torch.Tensor) -> None:
-        """Hand whole blocks that are not stored yet to the saver. `ids`: all tokens of the cache."""
+        """Hand whole blocks that are not stored yet to the saver. `ids`: all the cache's tokens."""
         cache, prompt, handle = self._cache, self._prompt, self._handle
         if handle is None or cache.namespace != handle.id:
             return
