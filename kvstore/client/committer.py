@@ -121,13 +121,19 @@ class Committer:
         self._queue: deque[Commit] = deque()
         self._changed = threading.Condition()
         self._is_busy = False
+        self._busy_since = 0.0
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-commit", daemon=True)
         self._thread.start()
 
     @property
-    def is_full(self) -> bool:
-        return len(self._queue) >= QUEUE_COMMITS_MAX
+    def is_behind(self) -> bool:
+        """Too many commits wait, or the daemon has not answered one within the client's
+        deadline."""
+        overdue = time.monotonic() - self._session.deadline_seconds
+        return len(self._queue) >= QUEUE_COMMITS_MAX or (
+            self._is_busy and self._busy_since < overdue
+        )
 
     def put(self, commits: Sequence[Commit]) -> None:
         """Queue blocks that lie whole in their slots. After close they are DROPPED at once."""
@@ -154,16 +160,18 @@ class Committer:
         self._thread.join(max(0.1, until - time.monotonic()))
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._queue or self._is_closing)
-                if not self._queue:
-                    return
-                commit = self._queue.popleft()
-                self._is_busy = True
-            self._send(commit)
+        while self._wait_for_work():
+            # Not kept in a variable here: it would hold on to the memory of a daemon that left.
+            self._send(self._queue.popleft())
+
+    def _wait_for_work(self) -> bool:
+        """False: closed, and nothing is left. Whoever waits for idleness is told in between."""
+        with self._changed:
+            self._is_busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._queue or self._is_closing)
+            self._is_busy, self._busy_since = bool(self._queue), time.monotonic()
+            return self._is_busy
 
     def _send(self, commit: Commit) -> None:
         is_last = True

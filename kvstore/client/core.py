@@ -69,6 +69,7 @@ class KVClient:
         path = socket or str(default_socket("default", os.environ))
         self._session = Session(path, engine, deadline_seconds, attach)
         self._keeper = Keeper(self._session)
+        self._session.on_life = self._keeper.wake
         self._committer = Committer(self._session, self._keeper.abort)
         self._threads = CopyThreads()
         self._handles: dict[bytes, NamespaceHandle] = {}

@@ -45,6 +45,9 @@ class Attended(Protocol):
     def attend(self, life: Life, now: float) -> None:
         """One turn; may make calls. Raises KVStoreError when the daemon does not play along."""
 
+    def forget(self) -> None:
+        """No daemon is attached: let go of what belonged to the last one, its memory above all."""
+
 
 class Keeper:
     """One daemon thread; `close` says the last words."""
@@ -124,9 +127,10 @@ class Keeper:
 
     def _look_after(self, now: float) -> None:
         life = self._session.life
-        if life is None:
-            return
-        for task in self._attended:
+        for task in list(self._attended):
+            if life is None:
+                task.forget()
+                continue
             try:
                 task.attend(life, now)
             except KVStoreError as error:

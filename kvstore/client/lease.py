@@ -159,7 +159,7 @@ class ReadLease:
             client=life.client,
             lease=self._lease,
             order=pb.LAYER_ORDER if layer_order else pb.BLOCK_ORDER,
-            deadline_ms=int(limit * 1000),
+            deadline_ms=max(1, int(limit * 1000)),
         )
         # The transport's deadline is a little later, so that the daemon's last word arrives.
         call = self._session.stream("Load", request, limit + _GRACE_SECONDS)
@@ -272,7 +272,7 @@ def request_lease(
         client=life.client,
         groups=[pb.Group(namespace=group.namespace, fingerprints=group.joined) for group in wanted],
         prompt_tokens=prompt_tokens,
-        deadline_ms=int(deadline_seconds * 1000),
+        deadline_ms=max(1, int(deadline_seconds * 1000)),
         want_lease=True,
     )
     sent = time.monotonic()

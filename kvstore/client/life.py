@@ -93,6 +93,8 @@ class Life:
         self.is_draining = False
         self.namespaces: dict[bytes, Declared | KVStoreError] = {}
         """Answers to Declare; an error is a refusal that will not change in this life."""
+        self.declare_from: dict[bytes, float] = {}
+        """The daemon did not answer a Declare: not asked again before this time."""
         self._lock = lock
         self._writers = 0
         self._guard = Lock()
@@ -171,7 +173,10 @@ class AttachStream:
             lock_file=lock.name if lock else "",
         )
         self._requests.put(pb.AttachRequest(hello=hello))
-        self._call = stub.Attach(iter(self._requests.get, None))
+        try:
+            self._call = stub.Attach(iter(self._requests.get, None))
+        except ValueError as error:  # grpc's word for a closed channel
+            raise PeerGone("the client was closed") from error
 
     def welcome(self, deadline_seconds: float) -> pb.Welcome:
         """The first answer. Raises PeerGone, VersionMismatch, Overloaded, Draining."""

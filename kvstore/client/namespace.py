@@ -325,7 +325,7 @@ class NamespaceHandle:
         """
         joined = stretch(names, self.id, 0, len(names))
         request = pb.FlushRequest(
-            namespace=self.id, fingerprints=joined, deadline_ms=int(deadline_seconds * 1000)
+            namespace=self.id, fingerprints=joined, deadline_ms=max(1, int(deadline_seconds * 1000))
         )
         reply = self._session.call("Flush", request, deadline_seconds + 0.25)
         durable: BoolArray = unpack_u8(reply.durable, "durable", len(names)) != 0

@@ -186,7 +186,12 @@ class WriteReservation:
 
 
 def reserve_named(
-    session: Session, life: Life, namespace: bytes, parent: bytes, names: bytes
+    session: Session,
+    life: Life,
+    namespace: bytes,
+    parent: bytes,
+    names: bytes,
+    deadline_seconds: float | None = None,
 ) -> SharedReservation:
     """Ask for slots for the blocks of `names`, which follow `parent`; raises what the call
     raises.
@@ -196,7 +201,7 @@ def reserve_named(
     )
     count = len(names) // FINGERPRINT_BYTES
     try:
-        reply = session.call("Reserve", request)
+        reply = session.call("Reserve", request, deadline_seconds)
     except KVStoreError as error:
         session.lost(life, error)
         raise

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import grpc
@@ -38,6 +39,8 @@ from kvstore.rpc.status import from_rpc_error
 
 ATTACH_PAUSE_SECONDS_MIN = 0.05
 ATTACH_PAUSE_SECONDS_MAX = 2.0
+DECLARE_PAUSE_SECONDS = 1.0
+"""A namespace that could not be declared is a miss at once for so long, not a wait a call."""
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -180,12 +183,17 @@ class Session:
 
     def _declare(self, life: Life, declaration: Declaration) -> Declared | KVStoreError:
         answer: Declared | KVStoreError
+        if time.monotonic() < life.declare_from.get(declaration.id, 0.0):
+            raise Unavailable("the daemon did not answer when this namespace was declared")
         try:
             reply = self.call("Declare", declaration.request(life.client))
             answer = Declared(reply.index, reply.slot_bytes)
         except InvalidRequest as error:
             answer = error
             _log.warning("namespace refused", namespace=declaration.id.hex()[:16], error=str(error))
+        except Unavailable:
+            life.declare_from[declaration.id] = time.monotonic() + DECLARE_PAUSE_SECONDS
+            raise
         life.namespaces[declaration.id] = answer
         return answer
 
@@ -201,8 +209,8 @@ class Session:
                 reason = "the daemon ended the attachment"
             except KVStoreError as error:
                 reason = f"{type(error).__name__}: {error}"
-                if not isinstance(error, Unavailable):
-                    _log.warning("cannot attach", socket=self.socket, error=reason)
+                say = _log.info if isinstance(error, Unavailable) else _log.warning
+                say("not attached", socket=self.socket, reason=reason)
             self.away_reason = reason
             self._set_life(None)
             if time.monotonic() - began > ATTACH_PAUSE_SECONDS_MAX:
@@ -251,10 +259,8 @@ class Session:
 
     def _declare_quietly(self, life: Life, declaration: Declaration) -> None:
         """A refusal is kept in the life for those who use the namespace; others need not suffer."""
-        try:
+        with suppress(InvalidRequest, Unavailable):
             self.declared(life, declaration)
-        except InvalidRequest:
-            return
 
     def _set_life(self, life: Life | None) -> None:
         if life is self.life:

@@ -168,6 +168,11 @@ class SpareSlots:
             self._renew(life, reserved)
         self._refill(life, min(wanted, self._most(life)))
 
+    def forget(self) -> None:
+        """Of a life that is over nothing can be used, nor given back."""
+        with self._lock:
+            self._all = [reserved for reserved in self._all if not reserved.life.is_over]
+
     def _most(self, life: Life) -> int:
         most_bytes = min(SPARE_BYTES_MAX, life.arena_bytes // SPARE_ARENA_SHARE)
         return min(SPARE_SLOTS_MAX, most_bytes // self._declared(life).slot_bytes)

@@ -9,6 +9,7 @@ may not be named before its parent.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from kvstore.client.reasons import AWAY, BUSY, CLOSED, DRAINING, reason_of
 from kvstore.client.reservation import reserve_named
 from kvstore.client.session import Session
 from kvstore.client.spare import SpareSlots
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.layout import BlockLayout
 from kvstore.rpc.wire import NO_OFFSET
 from kvstore.types import FINGERPRINT_BYTES, BlockStatus
@@ -75,7 +76,7 @@ class Storer:
         self._keeper.wake()
 
     def _store(self, order: StoreOrder) -> None:
-        refusal = DRAINING if order.life.is_draining else BUSY if self._committer.is_full else ""
+        refusal = DRAINING if order.life.is_draining else BUSY if self._committer.is_behind else ""
         missing = self._missing(order)
         if not refusal and missing and not order.life.writer_begins():
             refusal = AWAY
@@ -163,7 +164,10 @@ class Storer:
     def _fill_reserved(self, order: StoreOrder, missing: list[int]) -> list[Commit]:
         """Reserve by name from the first missing block on; what the daemon grants is filled."""
         # The daemon does not know blocks whose commit is queued: it would refuse their children.
-        self._committer.wait_idle(self._session.deadline_seconds)
+        limit = self._session.deadline_seconds
+        until = time.monotonic() + limit
+        if not self._committer.wait_idle(limit):
+            raise Unavailable("earlier stores are not committed yet")
         base = missing[0]
         grant = reserve_named(
             self._session,
@@ -171,6 +175,7 @@ class Storer:
             self._namespace,
             order.parent_of(base),
             order.names[base * FINGERPRINT_BYTES :],
+            until - time.monotonic(),
         )
         granted = [base + index for index, at in enumerate(grant.offsets) if at != NO_OFFSET]
         others = sorted(set(missing) - set(granted))

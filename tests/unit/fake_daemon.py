@@ -92,9 +92,11 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
 
     def stop(self) -> None:
         """Leave in order: the boot word first."""
-        self.directory.close_boot()
-        self._end()
-        self.arena.close()
+        if not self._stopping.is_set():
+            self.directory.close_boot()
+            self._end()
+            self.arena.close()
+            del self.arena, self.directory
 
     def _end(self) -> None:
         self._stopping.set()

@@ -26,7 +26,7 @@ from kvstore.errors import (
 )
 from kvstore.layout import BlockLayout
 from kvstore.rpc import control_pb2 as pb
-from kvstore.types import BlockStatus
+from kvstore.types import BlockStatus, NamespaceId
 
 Make = Callable[..., Any]
 
@@ -151,6 +151,44 @@ def test_a_hung_daemon_costs_a_load_its_deadline_and_no_more(
     assert "DEADLINE_EXCEEDED" in result.reason
     assert (into[0] == blocks[0]).all()
     assert client.connected
+
+
+def test_a_hung_daemon_costs_stores_one_deadline_and_then_nothing(
+    make_fake: Make, make_client: Make
+) -> None:
+    fake, client = make_fake(), make_client(deadline_seconds=0.2)
+    space = open_space(client)
+    for verb in ("Commit", "Reserve", "Declare"):
+        fake.hold[verb] = threading.Event()
+    assert "DEADLINE" in space.store(chain_of(space, 1), coloured(1)).reason
+    fake.hold["Reserve"].set()
+    space.store(chain_of(space, 1, 1), coloured(1))
+    assert "not committed yet" in space.store(chain_of(space, 40, 2), coloured(40)).reason
+    eventually(lambda: space.store(chain_of(space, 1, 9), coloured(1)).reason == "busy")
+    fresh = client.namespace(NamespaceId(b"h" * 32), LAYOUT)
+    began = time.monotonic()
+    for _ in range(20):
+        assert fresh.match(chain_of(fresh, 1)) == 0
+    assert time.monotonic() - began < 2, "it does not wait for the same answer each time"
+
+
+def test_the_memory_of_a_daemon_that_left_is_let_go(make_fake: Make, make_client: Make) -> None:
+    def mapped() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum("region-0000" in line and str(fake.socket)[:-6] in line for line in lines)
+
+    fake, client = make_fake(), make_client()
+    space = open_space(client)
+    chain, blocks = chain_of(space, 2), coloured(2)
+    space.store(chain, blocks).result(5)
+    eventually(lambda: client.statistics().spare_slots)
+    view = space.lease(chain).view(0)
+    fake.stop()
+    eventually(lambda: not client.connected)
+    eventually(lambda: mapped() == 1)
+    assert (view == blocks[0]).all()
+    del view
+    eventually(lambda: mapped() == 0)
 
 
 def test_draining_refuses_stores_and_still_loads(make_fake: Make, make_client: Make) -> None:
