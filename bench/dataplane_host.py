@@ -22,6 +22,7 @@ from bench.plain import MIB, Ring
 SET_BYTES = 512 * MIB
 """What sources rotate over; the last-level cache of a server core complex is a tenth of it."""
 TARGET_BYTES = 256 * MIB
+ARENA_BYTES = 1024 * MIB
 HUGE_SECONDS_MAX = 30.0
 SETTLE_SECONDS = 0.03
 """After a store: checksum, commit and refill of slots end before the next sample."""
@@ -54,7 +55,7 @@ def measure(context: Context) -> Iterator[Reading]:
         load, store = f"load_host_{shape.name}_vs_memcpy", f"store_host_{shape.name}_vs_memcpy"
         if not context.wants(load) and not context.wants(store):
             continue
-        settings = {"nvme.enabled": "false", "host.bytes": "1GiB"}
+        settings = {"nvme.enabled": "false", "host.bytes": str(ARENA_BYTES)}
         with (
             DaemonProcess(context.folder(f"host-{shape.name}"), settings) as daemon,
             space_on(daemon.socket, 256, shape.block_bytes) as space,
@@ -147,8 +148,10 @@ def _store(context: Context, name: str, space: Space, shape: Shape, copier: _Cop
         time.sleep(SETTLE_SECONDS)
         return seconds
 
+    # Once round the arena: later stores evict, and find their slots' pages mapped.
+    warm_up = context.several(ARENA_BYTES // shape.size, 4)
     before = space.client.statistics()
-    seen = pairs(context.several(48, 8), copier.copy, store, warm_up=4)
+    seen = pairs(context.several(48, 8), copier.copy, store, warm_up=warm_up)
     after = space.client.statistics()
     waited = after.spare_shortfalls - before.spare_shortfalls
     return Reading(
