@@ -18,15 +18,17 @@ is a *bare name*; it goes with its last child.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.catalog_laws import CatalogLaws
 from kvstore.columns import (
     ABSENT_ROW,
+    COLUMNS,
     FREE_ROW,
     Family,
     Names,
@@ -37,7 +39,7 @@ from kvstore.columns import (
 from kvstore.errors import InvariantViolated, check
 from kvstore.types import (
     FINGERPRINT_BYTES,
-    PARTS_MAX,
+    BoolArray,
     ByteArray,
     FloatArray,
     IntArray,
@@ -54,20 +56,6 @@ _CAPACITY_MIN = 1024
 _NAME_BYTES = 176
 """Measured private memory of a name: its bytes object, dict entry and row number."""
 _CHECK_ROWS = 1024
-_COLUMNS: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-    "fingerprints": (np.uint8, (FINGERPRINT_BYTES,)),
-    "namespace": (np.uint16, ()),
-    "clear_count": (np.uint32, ()),
-    "depth": (np.uint32, ()),
-    "length": (np.uint32, ()),
-    "nvme_generation": (np.uint64, ()),
-    "checksums": (np.uint64, (PARTS_MAX,)),
-    "leases": (np.int32, ()),
-    "pins": (np.int32, ()),
-    "last_use": (np.float64, ()),
-    "uses": (np.uint32, ()),
-}
-_COUNT_ROWS = 16384
 _ABSENT = int(ReplicaState.ABSENT)
 
 
@@ -122,7 +110,7 @@ class Catalog:
         """`host_slots`, `nvme_slots`: one more than each tier's highest slot number.
 
         `capacity`: rows to make room for; more are made by doubling, which copies every column.
-        Memory of rows that were never used is not touched.
+        A row costs 32 bytes before it is used for the first time.
         """
         capacity = max(capacity, _CAPACITY_MIN)
         self._names = Names()
@@ -132,7 +120,7 @@ class Catalog:
         self._host = Replicas(host_slots, capacity)
         self._nvme = Replicas(nvme_slots, capacity)
         self._family = Family(capacity)
-        for name, (dtype, shape) in _COLUMNS.items():
+        for name, (dtype, shape) in COLUMNS.items():
             setattr(self, name, np.zeros((capacity, *shape), dtype))
         self._bind()
 
@@ -294,7 +282,7 @@ class Catalog:
 
     def statistics(self) -> CatalogStatistics:
         """Counters as they are now."""
-        columns = sum(getattr(self, name).nbytes for name in _COLUMNS)
+        columns = sum(getattr(self, name).nbytes for name in COLUMNS)
         parts = self._host.nbytes + self._nvme.nbytes + self._family.nbytes
         return CatalogStatistics(
             rows=len(self),
@@ -304,17 +292,27 @@ class Catalog:
             memory_bytes=columns + parts + _NAME_BYTES * len(self),
         )
 
-    def check_integrity(self) -> Generator[None, None, bool]:
+    def check_integrity(
+        self, is_current: Callable[[IntArray], BoolArray] | None = None
+    ) -> Generator[None, None, bool]:
         """Verify the laws of rows, names, slots and counters in steps of at most 2 ms.
 
+        `is_current`: which rows are not about to be dropped; given, I5 is verified for those.
         Returns False when the catalog changed while the counters were summed up: run it again.
         Raises InvariantViolated.
         """
+        laws = CatalogLaws(self._names, self._family, self._host, self._nvme)
         for start in range(0, self._end, _CHECK_ROWS):
             rows = np.arange(start, min(start + _CHECK_ROWS, self._end))
-            self._check_rows(rows[self.parent[rows] != FREE_ROW])
+            rows = rows[self.parent[rows] != FREE_ROW]
+            laws.check_names(rows, self.fingerprints[rows])
+            laws.check_holders(rows, self.leases[rows], self.pins[rows])
+            laws.check_checksums(rows, self.checksums[rows])
+            self._family.check_rows(rows)
+            if is_current is not None:
+                laws.check_ways(rows[is_current(rows)])
             yield
-        return (yield from self._check_counts())
+        return (yield from laws.check_counts(self._end, lambda: self._changes))
 
     # ------------------------------------------------------------ inside
 
@@ -338,15 +336,15 @@ class Catalog:
             raise InvariantViolated(f"a parent lives (row={parent})")
 
     def _take_rows(self, count: int) -> IntArray:
-        """Free rows, recycled ones first; the policy's columns start at 0."""
+        """Free rows, recycled ones first; what others write starts at 0."""
         recycled = self._free_rows[-count:][::-1] if count else []
         del self._free_rows[len(self._free_rows) - len(recycled) :]
         end = self._end + count - len(recycled)
         self._grow(end)
         rows = np.array([*recycled, *range(self._end, end)], np.int64)
         self._end = end
-        self.last_use[rows] = 0.0
-        self.uses[rows] = 0
+        for column in (self.last_use, self.uses, self.checksums):
+            column[rows] = 0
         self._changes += 1
         return rows
 
@@ -378,7 +376,7 @@ class Catalog:
         end = self._end
         for part in (self._host, self._nvme, self._family):
             part.grow(capacity, end)
-        for name in _COLUMNS:
+        for name in COLUMNS:
             setattr(self, name, grown(getattr(self, name), capacity, end))
         self._bind()
 
@@ -405,53 +403,6 @@ class Catalog:
         self._free_rows.append(row)
         self._changes += 1
         return self._family.leave(row)
-
-    def _check_rows(self, rows: IntArray) -> None:
-        """Laws that one row and its neighbours show."""
-        names = self._names.find(self.fingerprints[rows].tobytes())
-        check(names == rows.tolist(), "a live row is found by its name")
-        check((self.leases[rows] >= 0).all() and (self.pins[rows] >= 0).all(), "no negative lease")
-        self._family.check_rows(rows)
-        for tier in (Tier.HOST, Tier.NVME):
-            replicas = self.replicas(tier)
-            state, slot = replicas.state[rows], replicas.slot[rows]
-            held = state != _ABSENT
-            check((slot[~held] == -1).all(), "an absent replica has no slot", tier=tier.name)
-            owners = replicas.by_slot.rows_of(slot[held])
-            check((owners == rows[held]).all(), "I6 slot and row name each other", tier=tier.name)
-            leaving = (state == ReplicaState.DRAINING) & (self.leases[rows] > 0)
-            check(not leaving.any(), "I4 a leased replica stays", rows=rows[leaving][:8].tolist())
-
-    def _check_counts(self) -> Generator[None, None, bool]:
-        changes, end = self._changes, self._end
-        sums = np.zeros((3, end), np.int32)
-        replicas = (self._host, self._nvme)
-        found = [0, 0]
-        for start in range(0, end, _COUNT_ROWS):
-            rows = slice(start, min(start + _COUNT_ROWS, end))
-            parents = self.parent[rows]
-            np.add.at(sums[2], parents[parents >= 0], 1)
-            for index, tier in enumerate(replicas):
-                held = tier.state[rows] != _ABSENT
-                found[index] += int(np.count_nonzero(held))
-                np.add.at(sums[index], parents[held & (parents >= 0)], 1)
-            yield
-            if self._changes != changes:
-                return False
-        said = (self._host.children, self._nvme.children, self.children)
-        for start in range(0, end, _COUNT_ROWS):
-            rows = slice(start, min(start + _COUNT_ROWS, end))
-            live = self.parent[rows] != FREE_ROW
-            for column, total in zip(said, sums[:, rows], strict=True):
-                check((column[rows][live] == total[live]).all(), "children counters")
-            yield
-            if self._changes != changes:
-                return False
-        check(found == [tier.count for tier in replicas], "replica counters", found=found)
-        check(
-            len(self._names) == len(self), "one name a row", names=len(self._names), rows=len(self)
-        )
-        return True
 
 
 def _joined(fingerprints: bytes | ByteArray) -> bytes:

@@ -14,12 +14,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import InvalidRequest, InvariantViolated, check
-from kvstore.types import FINGERPRINT_BYTES, ByteArray, IntArray, ReplicaState
+from kvstore.types import FINGERPRINT_BYTES, PARTS_MAX, ByteArray, IntArray, ReplicaState
 
 ABSENT_ROW = -1
 """No such row; as a parent: the root, or a namespace without parents."""
 FREE_ROW = -2
 """As a parent: the row is unused."""
+
+COLUMNS: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "fingerprints": (np.uint8, (FINGERPRINT_BYTES,)),
+    "namespace": (np.uint16, ()),
+    "clear_count": (np.uint32, ()),
+    "depth": (np.uint32, ()),
+    "length": (np.uint32, ()),
+    "nvme_generation": (np.uint64, ()),
+    "checksums": (np.uint64, (PARTS_MAX,)),
+    "leases": (np.int32, ()),
+    "pins": (np.int32, ()),
+    "last_use": (np.float64, ()),
+    "uses": (np.uint32, ()),
+}
+"""What is kept of each row beside its replicas and its family: dtype and shape of an entry."""
 
 _T = TypeVar("_T", bound=np.generic)
 _SHARDS = 64

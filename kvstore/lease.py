@@ -45,7 +45,7 @@ class _Lease:
 
 
 class LeaseTable:
-    """Read leases. A row may be in many leases, and more than once in one."""
+    """Read leases. A row may be in many leases; named twice in one, it counts once."""
 
     def __init__(
         self,

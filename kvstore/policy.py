@@ -6,8 +6,9 @@ Primitives: `Policy` (the judgement: told of uses, asked for scores), `LruLeaf` 
 Pure: time and random numbers come as arguments. A policy changes nothing but the catalog's `uses`
 and `last_use`; the picker changes nothing at all: evicting what it returns is the caller's.
 
-Leaf first: a block whose child has a replica in the same tier stays, so that no tier holds blocks
-that nothing leads to. Namespaces in `leaf_exempt` (flat, sliding window) need no parents.
+Leaf first: a block whose child has a replica in the same tier stays, and so does the only replica
+of a block with a child in the host tier: no tier holds blocks that nothing leads to. Namespaces in
+`leaf_exempt` (flat, sliding window) need no parents.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvstore.errors import ConfigError
 from kvstore.types import BoolArray, FloatArray, IntArray, ReplicaState, Tier
 
 _N = TypeVar("_N", bound=np.integer)
-_READY = int(ReplicaState.READY)
+_ABSENT, _READY = int(ReplicaState.ABSENT), int(ReplicaState.READY)
 _NONE: IntArray = np.empty(0, np.int64)
 
 _BATCH = 16
@@ -220,16 +221,26 @@ class VictimPicker:
 
     def _may_leave(self, slots: IntArray, tier: Tier) -> IntArray:
         """Rows of `slots`, once each, whose replica nothing holds in place."""
-        catalog, replicas = self._catalog, self._catalog.replicas(tier)
-        rows = replicas.by_slot.rows_of(slots)
+        rows = self._catalog.replicas(tier).by_slot.rows_of(slots)
         rows = rows[rows >= 0]
-        free = replicas.state[rows] == _READY
-        free &= (catalog.leases[rows] | catalog.pins[rows]) == 0
-        rows = rows[free]
-        leaf = replicas.children[rows] == 0
-        if np.count_nonzero(leaf) < rows.size:
-            leaf |= self._leaf_exempt[catalog.namespace[rows]]
-        return _distinct(rows[leaf])
+        rows = rows[self._is_free(rows, tier)]
+        return _distinct(rows[self._is_leaf(rows, tier)])
+
+    def _is_free(self, where: IntArray | slice, tier: Tier) -> BoolArray:
+        catalog = self._catalog
+        held = catalog.leases[where] | catalog.pins[where]
+        is_free: BoolArray = (held == 0) & (catalog.replicas(tier).state[where] == _READY)
+        return is_free
+
+    def _is_leaf(self, where: IntArray | slice, tier: Tier) -> BoolArray:
+        """Whether no block would be left in any tier without a way to it (I5)."""
+        catalog = self._catalog
+        is_leaf: BoolArray = catalog.replicas(tier).children[where] == 0
+        if tier == Tier.NVME:
+            is_leaf &= (catalog.host_children[where] == 0) | (catalog.host_state[where] != _ABSENT)
+        if np.count_nonzero(is_leaf) < is_leaf.size:
+            is_leaf |= self._leaf_exempt[catalog.namespace[where]]
+        return is_leaf
 
     def _rank(self, rows: IntArray, tier: Tier, now: float) -> tuple[IntArray, FloatArray]:
         scores = self._policy.scores(rows, tier, now)
@@ -285,14 +296,9 @@ class VictimPicker:
 
         `_may_leave` over neighbouring rows: 20 times as fast as row by row.
         """
-        catalog, replicas = self._catalog, self._catalog.replicas(tier)
         window = slice(start, pool.cursor)
-        free = replicas.state[window] == _READY
-        free &= (catalog.leases[window] | catalog.pins[window]) == 0
-        leaf = replicas.children[window] == 0
-        leaf |= self._leaf_exempt[catalog.namespace[window]]
-        rows = start + np.flatnonzero(free & leaf)
-        slots = replicas.slot[rows]
+        rows = start + np.flatnonzero(self._is_free(window, tier) & self._is_leaf(window, tier))
+        slots = self._slots_of(rows, tier)
         at = pool.held.searchsorted(slots)
         is_ours: BoolArray = pool.held[np.minimum(at, pool.held.size - 1)] == slots
         return rows[is_ours]

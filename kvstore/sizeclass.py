@@ -46,6 +46,7 @@ class SizeClass:
         self.free = 0
         """Free slots of the slabs that are not closed."""
         self.staging_held = 0
+        self._open_slabs = 0
         self._stride = slots_per_slab_max
         self._staging_share = staging_share
         self._staging_slots_min = staging_slots_min
@@ -75,9 +76,10 @@ class SizeClass:
     def kept_back(self, more: int = 0) -> int:
         """Free slots that only staging may take, if the class had `more` slots.
 
-        The reserve is at most a quarter of the class, so that tiny classes still work.
+        The reserve is a share of the slabs that are not closed; at most a quarter, so that tiny
+        classes still work.
         """
-        slots = self.slots + more
+        slots = self._open_slabs * self.per_slab + more
         wanted = max(math.ceil(slots * self._staging_share), self._staging_slots_min)
         return max(0, min(wanted, slots // 4) - self.staging_held)
 
@@ -114,6 +116,7 @@ class SizeClass:
     def add(self, slab: int) -> None:
         """The class owns one more slab (the first of a run), all free."""
         self.slabs[slab] = Slab(fresh=slab * self._stride)
+        self._open_slabs += 1
         self.free += self.per_slab
         self._empty.add(slab)
         self._numbers = None
@@ -126,6 +129,7 @@ class SizeClass:
             if not self.slabs[slab].is_closed:
                 if self.free - self.per_slab < self.kept_back(-self.per_slab):
                     continue
+                self._open_slabs -= 1
                 self.free -= self.per_slab
             del self.slabs[slab]
             self._empty.discard(slab)
@@ -148,6 +152,7 @@ class SizeClass:
         member = self.slabs[slab]
         if not member.is_closed:
             member.is_closed = True
+            self._open_slabs -= 1
             self.free -= self.per_slab - member.held
 
     def reopen(self, slab: int) -> None:
@@ -155,6 +160,7 @@ class SizeClass:
         member = self.slabs[slab]
         if member.is_closed:
             member.is_closed = False
+            self._open_slabs += 1
             self.free += self.per_slab - member.held
             self._queue(slab)
 

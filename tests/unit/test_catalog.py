@@ -67,6 +67,7 @@ def test_a_name_has_one_row(catalog):
 def test_replicas_keep_slots_and_children_in_step(catalog):
     rows = chain(catalog, 1, 2, 3)
     catalog.set_host(rows, FILLING, np.array([10, 11, 12]))
+    catalog.checksums[rows] = 1
     catalog.set_nvme(rows[:2], READY, np.array([700, 64]), np.array([5, 6], np.uint64))
     assert catalog.host_rows_of(np.array([12, 13, 10])).tolist() == [rows[2], ABSENT_ROW, rows[0]]
     assert catalog.nvme_rows_of(np.array([64, 700])).tolist() == [rows[1], rows[0]]
