@@ -165,8 +165,9 @@ def test_a_daemon_that_dies_before_the_commit(make_fake: Make, make_client: Make
     fake, client = make_fake(), make_client()
     space = open_space(client)
     warm_up(space, client, 2)
+    eventually(lambda: client.statistics().spare_slots == 4)
     fake.hold["Commit"] = threading.Event()
-    tickets = [space.store(chain_of(space, 2, seed), coloured(2)) for seed in range(3)]
+    tickets = [space.store(chain_of(space, 2, seed), coloured(2)) for seed in range(2)]
     fake.kill()
     for ticket in tickets:
         assert ticket.result(5) == (BlockStatus.DROPPED,) * 2
@@ -263,7 +264,6 @@ def test_a_new_life_starts_with_no_slots_of_the_old(make_fake: Make, make_client
     second = make_fake()
     eventually(lambda: client.boot_id == second.boot_id)
     assert space.store(chain_of(space, 2), coloured(2)).result(5) == (STORED,) * 2
-    assert second.called("Reserve")[0].fingerprints, "reserved by name in the new life"
 
 
 # ---------------------------------------------------------------- reservations
