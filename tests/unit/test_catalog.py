@@ -9,7 +9,8 @@ from kvstore.catalog import ABSENT_ROW, Catalog
 from kvstore.errors import InvalidRequest, InvariantViolated
 from kvstore.types import ReplicaState
 
-READY, ABSENT, FILLING = ReplicaState.READY, ReplicaState.ABSENT, ReplicaState.FILLING
+READY, ABSENT = ReplicaState.READY, ReplicaState.ABSENT
+FILLING, DRAINING = ReplicaState.FILLING, ReplicaState.DRAINING
 
 
 def name(number: int) -> bytes:
@@ -162,3 +163,68 @@ def test_columns_grow_and_keep_what_they_held():
     assert catalog.host_slot[more].max() == -1
     assert catalog.statistics().capacity >= 3000
     assert all(step is None for step in catalog.check_integrity())
+
+
+def run(laws) -> bool:
+    while True:
+        try:
+            next(laws)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize(
+    ("damage", "law"),
+    [
+        (lambda c, r: c.fingerprints.__setitem__((r[0], 0), 9), "found by its name"),
+        (lambda c, r: c.host_slot.__setitem__(r[0], 50), "I2 I6"),
+        (lambda c, r: c.host_state.__setitem__(r[3], 3), "I2 I6"),
+        (lambda c, r: c.host_state.__setitem__(r[0], 0), "no slot"),
+        (lambda c, r: c.checksums.__setitem__(r[0], 0), "I3"),
+        (lambda c, r: (c.leases.__setitem__(r[0], 1), c.set_host(r[:1], DRAINING)), "I4"),
+        (lambda c, r: c.pins.__setitem__(r[0], -1), "negative"),
+        (lambda c, r: c.set_nvme(r[:1], ABSENT), "I5"),
+        (lambda c, r: (c.set_nvme(r[1:], ABSENT), c.set_host(r[1:2], ABSENT)), "I5"),
+        (lambda c, r: c.parent.__setitem__(r[1], r[2]), "."),
+        (lambda c, r: c.host_children.__setitem__(r[0], 3), "children counters"),
+        (lambda c, r: c.children.__setitem__(r[0], 0), "children"),
+    ],
+)
+def test_broken_laws_are_noticed(damage, law):
+    catalog = Catalog(host_slots=64, nvme_slots=64)
+    rows = chain(catalog, 1, 2, 3, 4)
+    catalog.checksums[rows] = 1
+    catalog.set_host(rows[:3], READY, np.array([1, 2, 3]))
+    catalog.set_nvme(rows[:2], READY, np.array([1, 2]), np.array([1, 1], np.uint64))
+
+    def everything_is_current(some: np.ndarray) -> np.ndarray:
+        return np.ones(some.size, np.bool_)
+
+    assert run(catalog.check_integrity(everything_is_current))
+    damage(catalog, rows)
+    with pytest.raises(InvariantViolated, match=law):
+        run(catalog.check_integrity(everything_is_current))
+
+
+def test_rows_about_to_be_dropped_need_no_way_to_them(catalog):
+    rows = chain(catalog, 1, 2)
+    catalog.set_host(rows[1:], READY, np.array([1]))
+    assert run(catalog.check_integrity(lambda some: some == rows[0]))
+
+
+def test_a_catalog_that_changes_under_the_check_is_not_judged(catalog):
+    chain(catalog, 1, 2)
+    laws = catalog.check_integrity()
+    next(laws)
+    next(laws)
+    chain(catalog, 3)
+    assert run(laws) is False
+
+
+def test_a_parent_must_live(catalog):
+    rows = chain(catalog, 1)
+    catalog.remove_if_bare(rows)
+    with pytest.raises(InvariantViolated, match="parent lives"):
+        chain(catalog, 2, parent=int(rows[0]))
+    with pytest.raises(InvariantViolated, match="live row"):
+        catalog.set_host(rows, READY, np.array([1]))

@@ -236,3 +236,12 @@ def test_holding_nothing_ends_the_reservation(reservations):
     reservations.hold(found, found.slots, {ALICE})
     assert reservations.acknowledge(ALICE, found.id) is None
     assert reservations.statistics()["active"] == 0
+
+
+def test_lease_counts_that_do_not_add_up_are_noticed(catalog):
+    table = LeaseTable(catalog, count(100).__next__, blocks_max=8, leases_per_client_max=3)
+    table.grant(ALICE, rows(0, 1), 0.0, 10.0)
+    catalog.leases[1] -= 1
+    with pytest.raises(InvariantViolated, match="I4 lease counts"):
+        for _ in table.check_integrity(catalog):
+            pass

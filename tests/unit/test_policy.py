@@ -95,6 +95,16 @@ def test_each_tier_has_its_own_leaves(host):
     assert host.pick(3, Tier.NVME) == [rows[1]]
 
 
+def test_the_only_replica_of_a_block_with_a_child_in_the_host_tier_stays(host):
+    rows = host.chain(2, 1.0)
+    host.catalog.set_nvme(rows[:1], READY, np.array([5]), np.array([1], np.uint64))
+    assert host.pick(1, Tier.NVME) == [rows[0]]
+    host.catalog.set_host(rows[:1], ABSENT)
+    assert host.pick(1, Tier.NVME) == []
+    host.catalog.set_host(rows[1:], ABSENT)
+    assert host.pick(1, Tier.NVME) == [rows[0]]
+
+
 def test_exempt_namespaces_need_no_leaf_first(host):
     rows = host.chain(3, 1.0, namespace=FLAT)
     assert sorted(host.pick(3)) == rows.tolist()
