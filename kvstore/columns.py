@@ -110,7 +110,7 @@ class SlotMap:
         chunks = slots >> _CHUNK_BITS
         unwritten = self._chunk_of[chunks] == 0
         if np.count_nonzero(unwritten):
-            self._add_chunks(np.unique(chunks[unwritten]))
+            self._add_chunks(np.flatnonzero(np.bincount(chunks[unwritten])))
         self._entries[self._chunk_of[chunks], slots & (_CHUNK_SLOTS - 1)] = np.add(rows, 1)
 
     def _add_chunks(self, missing: IntArray) -> None:

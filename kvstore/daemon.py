@@ -71,6 +71,8 @@ class Daemon:
 
     async def start(self) -> None:
         """Everything up to SERVING. Raises ConfigError, TierError; then nothing is left behind."""
+        # Collections while recovery fills the catalog would look at every record and free nothing.
+        gc.disable()
         try:
             self._take_locks()
             nvme = open_nvme(self.config, self.clock) if self.config.nvme.enabled else None
@@ -84,8 +86,9 @@ class Daemon:
         except BaseException:
             await self.stop()
             raise
-        gc.collect()
-        gc.freeze()
+        finally:
+            gc.freeze()
+            gc.enable()
 
     def _take_locks(self) -> None:
         socket = self.config.daemon.socket_path

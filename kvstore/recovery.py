@@ -78,7 +78,7 @@ def recover(store: Store, nvme: NvmeTier) -> Recovered:
     order = np.argsort(records["depth"], kind="stable")
     names, records = names[order], records[order]
     keep = _current(store, records, found)
-    adopted = _adopt(nvme, records, keep, found)
+    adopted = _adopt(store, nvme, records, keep, found)
     keep &= adopted
     parents = _parents(store, names, records)
     _drop_orphans(store, records, parents, keep, found)
@@ -111,12 +111,12 @@ def _current(store: Store, records: NDArray[np.void], found: Recovered) -> BoolA
 
 
 def _adopt(
-    nvme: NvmeTier, records: NDArray[np.void], keep: BoolArray, found: Recovered
+    store: Store, nvme: NvmeTier, records: NDArray[np.void], keep: BoolArray, found: Recovered
 ) -> BoolArray:
     """Claim the records' slots, newest write first; False where a slot is not theirs."""
     adopted = np.zeros(len(records), np.bool_)
     lengths = records["length"].astype(np.int64)
-    for length in np.unique(lengths[keep]).tolist():
+    for length in sorted({namespace.layout.block_bytes for namespace in store.namespaces}):
         chosen = np.flatnonzero(keep & (lengths == length))
         chosen = chosen[np.argsort(records["generation"][chosen], kind="stable")[::-1]]
         slots = records["slot"][chosen].astype(np.int64)
@@ -126,19 +126,41 @@ def _adopt(
 
 
 def _parents(store: Store, names: ByteArray, records: NDArray[np.void]) -> IntArray:
-    """Position of each record's parent, _ROOT for a chain's first block, _MISSING when it has no
-    record.
-    """
-    size = FINGERPRINT_BYTES
-    joined = names.tobytes()
-    position = {joined[at : at + size]: at // size for at in range(0, len(joined), size)}
-    for namespace in store.namespaces:
-        position[namespace.id] = _ROOT
-    parents = records["parent"].tobytes()
-    get = position.get
-    return np.array(
-        [get(parents[at : at + size], _MISSING) for at in range(0, len(parents), size)], np.int64
+    """Position of each record's parent, _ROOT for a chain's first block, _MISSING without one."""
+    wanted = np.ascontiguousarray(records["parent"]).view(np.uint8).reshape(-1, FINGERPRINT_BYTES)
+    roots = b"".join(namespace.id for namespace in store.namespaces)
+    positions = positions_of(wanted, names)
+    roots_found = positions_of(
+        wanted, np.frombuffer(roots, np.uint8).reshape(-1, FINGERPRINT_BYTES)
     )
+    positions[roots_found >= 0] = _ROOT
+    return positions
+
+
+def positions_of(wanted: ByteArray, names: ByteArray) -> IntArray:
+    """Position in `names` uint8[m, 32] (unique) of each of `wanted` uint8[n, 32], else _MISSING.
+
+    Candidates are found by the first 8 bytes, the whole name decides.
+    """
+    result = np.full(len(wanted), _MISSING, np.int64)
+    if not len(names) or not len(wanted):
+        return result
+    keys = np.ascontiguousarray(names).view(np.uint64)
+    asked = np.ascontiguousarray(wanted).view(np.uint64)
+    order = np.argsort(keys[:, 0], kind="stable")
+    ranked = keys[order, 0]
+    at = np.searchsorted(ranked, asked[:, 0])
+    pending = np.arange(len(wanted))
+    while len(pending):
+        inside = at[pending] < len(ranked)
+        pending = pending[inside]
+        pending = pending[ranked[at[pending]] == asked[pending, 0]]
+        candidates = order[at[pending]]
+        same = (keys[candidates] == asked[pending]).all(axis=1)
+        result[pending[same]] = candidates[same]
+        pending = pending[~same]
+        at[pending] += 1
+    return result
 
 
 def _drop_orphans(

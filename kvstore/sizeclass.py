@@ -144,7 +144,9 @@ class SizeClass:
         member.held = held.size
         member.fresh = int(held[-1]) + 1
         first = slab * self._stride
-        member.freed = np.setdiff1d(np.arange(first, member.fresh), held).tolist()
+        is_free = np.ones(member.fresh - first, np.bool_)
+        is_free[held - first] = False
+        member.freed = (first + np.flatnonzero(is_free)).tolist()
         self._empty.discard(slab)
 
     def close(self, slab: int) -> None:

@@ -172,14 +172,14 @@ class SlabPool:
         adopted &= first
         slabs = numbers // self.slots_per_slab_max
         ours = np.zeros(self.slabs, np.bool_)
-        for slab in np.unique(slabs[adopted]).tolist():
+        for slab in np.flatnonzero(np.bincount(slabs[adopted])).tolist():
             ours[slab] = slab in group.slabs or self._assign(group, slab)
         adopted[adopted] &= ours[slabs[adopted]]
         adopted[adopted] &= self._state[numbers[adopted]] == SlotState.FREE
         numbers = numbers[adopted]
         self._state[numbers] = SlotState.READY
         self._counts[slot_bytes][SlotState.READY] += numbers.size
-        for slab in np.unique(slabs[adopted]).tolist():
+        for slab in np.flatnonzero(np.bincount(slabs[adopted])).tolist():
             group.adopt(slab, self.slots_in_slab(slab))
         return adopted
 
