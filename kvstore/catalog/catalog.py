@@ -25,7 +25,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.catalog_laws import CatalogLaws
+from kvstore.catalog.laws import CatalogLaws
 from kvstore.columns import (
     ABSENT_ROW,
     COLUMNS,
