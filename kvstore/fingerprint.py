@@ -1,7 +1,7 @@
 """Complete identity → namespace → chained fingerprints.
 
 Primitives:
-  `KVIdentity`              every field that shapes the bytes of a block (DESIGN rule 2)
+  `KVIdentity`              every field that shapes the bytes of a block
   `namespace_of(identity)`  its 32-byte digest, first parent of every chain in it
   `Chain`                   the fingerprints of one token sequence, grown as tokens come
   `chain(...)`              the same in one call
@@ -241,8 +241,8 @@ def _text(value: str) -> bytes:
 def _value(value: object) -> bytes:
     if isinstance(value, str):
         return _text(value)
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63:
         return b"i" + struct.pack("<q", value)
     if isinstance(value, tuple):
         return b"t" + struct.pack("<I", len(value)) + b"".join(_value(item) for item in value)
-    raise InvalidRequest(f"identity: {value!r} is neither text, integer nor tuple")
+    raise InvalidRequest(f"identity: {value!r} is neither text, 64-bit integer nor tuple")
