@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.arrays import count_at
 from kvstore.errors import InvalidRequest, InvariantViolated, check
 from kvstore.types import FINGERPRINT_BYTES, PARTS_MAX, ByteArray, IntArray, ReplicaState
 
@@ -67,7 +68,8 @@ class Names:
     def insert(self, name: bytes, row: int) -> None:
         """Name a row; a name that is taken is our bug."""
         known = self._shards[name[0] % _SHARDS].setdefault(name, row)
-        check(known == row, "a block has one row", name=name.hex(), row=row, known=known)
+        if known != row:
+            raise InvariantViolated(f"a block has one row (name={name.hex()}, row={known})")
 
     def insert_many(self, names: Sequence[bytes], rows: Sequence[int]) -> None:
         """The same for many."""
@@ -180,7 +182,7 @@ class Replicas:
         self.count += change * parents.size
         parents = parents[parents >= 0]
         if parents.size:
-            np.add.at(self.children, parents, change)
+            count_at(self.children, parents, change)
 
 
 class Family:
@@ -233,7 +235,7 @@ class Family:
         self._next[child[is_last]] = before
         self._previous[before[before >= 0]] = child[is_last][before >= 0]
         self._first[parent[is_first]] = child[is_first]
-        np.add.at(self.children, parent, 1)
+        count_at(self.children, parent, 1)
 
     def leave(self, row: int) -> int:
         """A childless row is free; returns the parent it had."""

@@ -14,16 +14,15 @@ of a block with a child in the host tier: no tier holds blocks that nothing lead
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvstore.arrays import distinct
 from kvstore.catalog import Catalog
 from kvstore.errors import ConfigError
 from kvstore.types import BoolArray, FloatArray, IntArray, ReplicaState, Tier
 
-_N = TypeVar("_N", bound=np.integer)
 _ABSENT, _READY = int(ReplicaState.ABSENT), int(ReplicaState.READY)
 _NONE: IntArray = np.empty(0, np.int64)
 
@@ -224,7 +223,7 @@ class VictimPicker:
         rows = self._catalog.replicas(tier).by_slot.rows_of(slots)
         rows = rows[rows >= 0]
         rows = rows[self._is_free(rows, tier)]
-        return _distinct(rows[self._is_leaf(rows, tier)])
+        return distinct(rows[self._is_leaf(rows, tier)])
 
     def _is_free(self, where: IntArray | slice, tier: Tier) -> BoolArray:
         catalog = self._catalog
@@ -284,7 +283,7 @@ class VictimPicker:
             start = pool.cursor if pool.cursor < end else 0
             pool.cursor = min(start + _WINDOW, end)
             pool.credit = max(0, pool.credit - _WINDOW)
-            rows = _distinct(np.concatenate((rows, self._leaves_in(pool, tier, start))))
+            rows = distinct(np.concatenate((rows, self._leaves_in(pool, tier, start))))
             if rows.size >= wanted:
                 break
         if not rows.size and windows > 2:
@@ -306,14 +305,6 @@ class VictimPicker:
     def _follow(self, pool: _Pool, tier: Tier, victims: IntArray) -> None:
         """Remember the victims' parents, which are leaves without them, and victims not evicted."""
         parents = self._catalog.parent[victims].astype(np.int64)
-        slots = self._slots_of(_distinct(parents[parents >= 0]), tier)
+        slots = self._slots_of(distinct(parents[parents >= 0]), tier)
         latest = (slots[slots >= 0], self._slots_of(victims, tier), pool.followers)
         pool.followers = np.concatenate(latest)[: max(_FOLLOWERS, 2 * victims.size)]
-
-
-def _distinct(numbers: NDArray[_N]) -> NDArray[_N]:
-    """Each number once, ascending; for short arrays a seventh of np.unique's time."""
-    ordered = np.sort(numbers)
-    is_first = np.ones(ordered.size, np.bool_)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    return ordered[is_first]

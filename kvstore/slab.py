@@ -24,6 +24,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.arrays import distinct
 from kvstore.errors import InvariantViolated, check
 from kvstore.sizeclass import SizeClass
 from kvstore.types import BoolArray, ByteArray, IntArray, UIntArray
@@ -382,7 +383,7 @@ class SlabPool:
         if sizes.size and np.count_nonzero(sizes == sizes[0]) == sizes.size:
             yield self._classes[int(sizes[0])], slice(None)
             return
-        for size in np.unique(sizes).tolist():
+        for size in distinct(sizes).tolist():
             yield self._classes[size], sizes == size
 
     def _statistics_of(self, group: SizeClass) -> ClassStatistics:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstore.arrays import distinct
 from kvstore.boundary import GroupReach, common_boundary
 from kvstore.catalog import ABSENT_ROW, Catalog
 from kvstore.config import Config
@@ -266,7 +267,7 @@ class Store:
         on.
         """
         host, columns = self.host_tier, self.catalog
-        for index in np.unique(columns.namespace[rows]):
+        for index in distinct(columns.namespace[rows]):
             namespace = self.namespaces.at(int(index))
             own = rows[columns.namespace[rows] == index]
             host.publish(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from kvstore.arrays import distinct
 from kvstore.catalog import ABSENT_ROW
 from kvstore.columns import split_names
 from kvstore.errors import InvalidRequest, Overloaded
@@ -104,7 +105,7 @@ class WritePath:
         if not len(wanted):
             return self._counted(Grant(None, statuses, slots))
         # What the new blocks will hang on may not make room for them.
-        kept = np.union1d(rows[held], [parent_row] if parent_row >= 0 else rows[:0])
+        kept = distinct(np.append(rows[held], parent_row if parent_row >= 0 else rows[held][:1]))
         columns.pins[kept] += 1
         granted = self._room.host_slots(namespace.slot_bytes, len(wanted), now)
         columns.pins[kept] -= 1
