@@ -177,6 +177,7 @@ class Catalog:
         row = self._free_rows[-1] if self._free_rows else self._end
         self._names.insert(fingerprint, row)
         self._take_rows(1)
+        self._clear(row)
         self.fingerprints[row] = np.frombuffer(fingerprint, np.uint8)
         self.namespace[row] = namespace
         self.clear_count[row] = clear_count
@@ -201,7 +202,7 @@ class Catalog:
         """
         self._check_parent(parent)
         count = len(fingerprints) // FINGERPRINT_BYTES
-        rows = self._take_rows(count)
+        rows = np.array(self._take_rows(count), np.int64)
         parents = np.concatenate(([parent], rows[:-1]))[:count]
         columns = (namespace, clear_count, depth + np.arange(count), length)
         return self._fill(rows, fingerprints, parents, *columns)
@@ -223,7 +224,7 @@ class Catalog:
         """
         positions = np.asarray(parents, np.int64)
         check(not positions.size or positions.max() < positions.size, "parents lie in the batch")
-        rows = self._take_rows(positions.size)
+        rows = np.array(self._take_rows(positions.size), np.int64)
         parents = np.where(positions >= 0, rows[positions], ABSENT_ROW)
         columns = (namespaces, clear_counts, depths, lengths)
         return self._fill(rows, fingerprints.tobytes(), parents, *columns)
@@ -335,18 +336,22 @@ class Catalog:
         if parent != ABSENT_ROW and self.parent[parent] == FREE_ROW:
             raise InvariantViolated(f"a parent lives (row={parent})")
 
-    def _take_rows(self, count: int) -> IntArray:
-        """Free rows, recycled ones first; what others write starts at 0."""
-        recycled = self._free_rows[-count:][::-1] if count else []
-        del self._free_rows[len(self._free_rows) - len(recycled) :]
-        end = self._end + count - len(recycled)
+    def _take_rows(self, count: int) -> list[int]:
+        """Free rows, recycled ones first."""
+        rows = self._free_rows[-count:][::-1] if count else []
+        del self._free_rows[len(self._free_rows) - len(rows) :]
+        end = self._end + count - len(rows)
         self._grow(end)
-        rows = np.array([*recycled, *range(self._end, end)], np.int64)
+        rows += range(self._end, end)
         self._end = end
-        for column in (self.last_use, self.uses, self.checksums):
-            column[rows] = 0
         self._changes += 1
         return rows
+
+    def _clear(self, rows: IntArray | int) -> None:
+        """What others write starts at 0."""
+        self.last_use[rows] = 0.0
+        self.uses[rows] = 0
+        self.checksums[rows] = 0
 
     def _fill(
         self,
@@ -359,6 +364,7 @@ class Catalog:
         lengths: Numbers,
     ) -> IntArray:
         self._names.insert_many(split_names(names), rows.tolist())
+        self._clear(rows)
         self.fingerprints[rows] = np.frombuffer(names, np.uint8).reshape(-1, FINGERPRINT_BYTES)
         self.namespace[rows] = namespaces
         self.clear_count[rows] = clear_counts
