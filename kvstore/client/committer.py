@@ -160,9 +160,17 @@ class Committer:
         self._thread.join(max(0.1, until - time.monotonic()))
 
     def _run(self) -> None:
-        while self._wait_for_work():
-            # Not kept in a variable here: it would hold on to the memory of a daemon that left.
-            self._send(self._queue.popleft())
+        try:
+            while self._wait_for_work():
+                # Not kept in a variable: it would hold on to the memory of a daemon that left.
+                self._send(self._queue.popleft())
+        finally:
+            # Also when a bug of ours ends this thread: nobody may wait for it in vain.
+            with self._changed:
+                self._is_closing, self._is_busy = True, False
+                self._changed.notify_all()
+            while self._queue:
+                self._settle(self._queue.popleft(), PeerGone("the client was closed"))
 
     def _wait_for_work(self) -> bool:
         """False: closed, and nothing is left. Whoever waits for idleness is told in between."""

@@ -222,4 +222,6 @@ class SpareSlots:
             self._abort(reserved.life, reserved.id)
 
     def _forget(self, reserved: Reserved) -> None:
-        self._all.remove(reserved)
+        """It may be gone already: `forget` lets go of a whole life at any time."""
+        if reserved in self._all:
+            self._all.remove(reserved)

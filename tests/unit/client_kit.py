@@ -19,6 +19,8 @@ TWO_RANKS = BlockLayout(block_tokens=16, layers=1, layer_bytes=4000, ranks=2)
 """8096 bytes a block: two parts of 4000, the second at 4096."""
 SPACE = NamespaceId(b"n" * 32)
 STORED = BlockStatus.STORED
+SECONDS = 20.0
+"""Everything happens at once; on a machine that is busy with other things it may take so long."""
 
 
 def open_space(client: KVClient, layout: BlockLayout = LAYOUT, **options: Any) -> NamespaceHandle:
@@ -45,7 +47,7 @@ def fill(fake: Any, space: NamespaceHandle, chain: Any, blocks: ByteArray, disk_
             fake.on_disk[chain[index]] = block.tobytes()
 
 
-def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def eventually(condition: Callable[[], object], seconds: float = SECONDS) -> None:
     """Wait until `condition` holds."""
     end = time.monotonic() + seconds
     while not condition():

@@ -36,7 +36,7 @@ def make_client(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         client = KVClient(str(tmp_path / "s.sock"), **options)
         made.append(client)
         if wait:
-            assert client.wait_connected(5), client.away_reason
+            assert client.wait_connected(20), client.away_reason
         return client
 
     yield make

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client_kit import LAYOUT, SPACE, STORED, chain_of, coloured, fill
+from client_kit import LAYOUT, SECONDS, SPACE, STORED, chain_of, coloured, fill
 
 import kvstore
 from kvstore import AsyncKVClient
@@ -25,7 +25,7 @@ def test_every_verb(make_fake: Make, tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with AsyncKVClient(str(tmp_path / "s.sock"), engine="gateway") as client:
-            assert await client.wait_connected(5)
+            assert await client.wait_connected(SECONDS)
             assert client.connected
             space = await client.namespace(SPACE, LAYOUT)
             assert (space.id, space.layout) == (SPACE, LAYOUT)
@@ -69,7 +69,7 @@ def test_two_loops_may_share_a_client(make_fake: Make, tmp_path: Path) -> None:
     handles = []
 
     async def use(seed: int) -> None:
-        assert await client.wait_connected(5)
+        assert await client.wait_connected(SECONDS)
         space = await client.namespace(SPACE, LAYOUT)
         handles.append(space.handle)
         for turn in range(5):
@@ -96,7 +96,7 @@ def test_a_cancelled_load_waits_for_its_copy(make_fake: Make, tmp_path: Path) ->
 
     async def scenario() -> None:
         async with AsyncKVClient(str(tmp_path / "s.sock")) as client:
-            assert await client.wait_connected(5)
+            assert await client.wait_connected(SECONDS)
             space = await client.namespace(SPACE, LAYOUT)
             chain, blocks = chain_of(space.handle, 2), coloured(2)
             fill(fake, space.handle, chain, blocks, 1)

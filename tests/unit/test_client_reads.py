@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client_kit import LAYOUT, SPACE, TWO_RANKS, chain_of, coloured, eventually, fill, open_space
+from client_kit import (
+    LAYOUT,
+    SECONDS,
+    SPACE,
+    TWO_RANKS,
+    chain_of,
+    coloured,
+    eventually,
+    fill,
+    open_space,
+)
 
 from kvstore.client import copying, life
 from kvstore.errors import (
@@ -344,7 +354,7 @@ def test_a_miss_and_an_absent_daemon_give_empty_leases(make_fake: Make, make_cli
     lease = space.lease(chain_of(space, 2))
     assert (lease.blocks, lease.reason, lease.valid()) == (0, "away", False)
     make_fake()
-    assert client.wait_connected(5)
+    assert client.wait_connected(SECONDS)
     with space.lease(chain_of(space, 2)) as lease:
         assert lease.blocks == 0
         assert list(lease.groups[0].tiers) == []
@@ -406,5 +416,5 @@ def test_a_lease_of_a_dead_daemon(make_fake: Make, make_client: Make) -> None:
     with pytest.raises(PeerGone):
         lease.view(0)
     make_fake()
-    assert client.wait_connected(5)
+    assert client.wait_connected(SECONDS)
     assert not lease.valid(), "the next life voided it"

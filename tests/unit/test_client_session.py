@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client_kit import LAYOUT, SPACE, chain_of, coloured, eventually, fill, open_space
+from client_kit import LAYOUT, SECONDS, SPACE, chain_of, coloured, eventually, fill, open_space
 
 from kvstore.client import KVClient
 from kvstore.errors import (
@@ -54,7 +54,7 @@ def test_it_attaches_when_the_daemon_comes_and_declares(make_fake: Make, make_cl
     client = make_client(wait=False, engine="vllm")
     space = open_space(client, label="a model")
     fake = make_fake()
-    assert client.wait_connected(5)
+    assert client.wait_connected(SECONDS)
     assert (client.connected, client.away_reason) == (True, "")
     assert client.boot_id == fake.boot_id
     assert client.break_even_tokens == {1: 64}
@@ -83,11 +83,11 @@ def test_a_daemon_that_dies_and_its_next_life(make_fake: Make, make_client: Make
     assert space.match(chain) == 0
     assert space.load(chain, np.zeros_like(blocks)).reason == "away"
     second = make_fake()
-    assert client.wait_connected(5)
+    assert client.wait_connected(SECONDS)
     assert client.boot_id == second.boot_id != first.boot_id
     assert second.called("Declare")
     assert space.match(chain) == 0
-    assert set(space.store(chain, blocks).result(5)) == {BlockStatus.STORED}
+    assert set(space.store(chain, blocks).result(SECONDS)) == {BlockStatus.STORED}
     into = np.zeros_like(blocks)
     assert space.load(chain, into).blocks == 3
     assert (into == blocks).all()
@@ -103,7 +103,7 @@ def test_the_old_lives_lock_ends_with_its_last_writer(make_fake: Make, make_clie
     first.kill()
     eventually(lambda: not client.connected)
     make_fake()
-    assert client.wait_connected(5)
+    assert client.wait_connected(SECONDS)
     view[:] = 1
     assert lock.exists(), "a copy may still be under way"
     with pytest.raises(PeerGone):
@@ -180,7 +180,7 @@ def test_the_memory_of_a_daemon_that_left_is_let_go(make_fake: Make, make_client
     fake, client = make_fake(), make_client()
     space = open_space(client)
     chain, blocks = chain_of(space, 2), coloured(2)
-    space.store(chain, blocks).result(5)
+    space.store(chain, blocks).result(SECONDS)
     eventually(lambda: client.statistics().spare_slots)
     view = space.lease(chain).view(0)
     fake.stop()
@@ -229,7 +229,7 @@ def test_a_refusal_found_at_attaching_is_the_reason_of_every_miss(
     space = open_space(client)
     fake = make_fake()
     fake.fail_with["Declare"] = NamespaceConflict("known with another layout")
-    assert client.wait_connected(5)
+    assert client.wait_connected(SECONDS)
     declared = len(fake.called("Declare"))
     result = space.load(chain_of(space, 1), np.zeros((1, LAYOUT.block_bytes), np.uint8))
     assert result.reason == "NamespaceConflict: known with another layout"
@@ -260,8 +260,9 @@ def test_a_forked_child_is_refused_at_once_and_holds_no_lock(
         assert os.read(ready, 1) == bytes([4])
         assert space.match(chain) == 0
         assert space.exists(chain).prefix_blocks == 0, "the parent's channel still works"
-        client.close()
-        assert fake.arena.client_gone(lock), "the living child does not hold it"
+        held = [os.readlink(entry) for entry in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [target for target in held if lock in target], "the child does not hold it"
+        assert not fake.arena.client_gone(lock), "the parent still does"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -296,7 +297,7 @@ def test_close_takes_less_than_a_second_whatever_hangs(make_fake: Make, make_cli
     began = time.monotonic()
     client.close()
     assert time.monotonic() - began < 1.5
-    assert ticket.result(5) == (BlockStatus.DROPPED,)
+    assert ticket.result(SECONDS) == (BlockStatus.DROPPED,)
     names = {thread.name for thread in threading.enumerate()}
     fake.hold["Commit"].set()
     assert "kvstore-attach" not in names
