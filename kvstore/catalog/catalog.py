@@ -55,7 +55,7 @@ __all__ = ["ABSENT_ROW", "Catalog", "CatalogStatistics"]
 _CAPACITY_MIN = 1024
 _NAME_BYTES = 176
 """Measured private memory of a name: its bytes object, dict entry and row number."""
-_CHECK_ROWS = 1024
+_CHECK_ROWS = 512
 _ABSENT = int(ReplicaState.ABSENT)
 
 

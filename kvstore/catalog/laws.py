@@ -18,7 +18,7 @@ from kvstore.types import ByteArray, IntArray, ReplicaState, UIntArray
 
 _ABSENT, _READY = int(ReplicaState.ABSENT), int(ReplicaState.READY)
 _DRAINING = int(ReplicaState.DRAINING)
-_COUNT_ROWS = 16384
+_COUNT_ROWS = 8192
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,7 +78,7 @@ class CatalogLaws:
         found = [0, 0]
         for start in range(0, end, _COUNT_ROWS):
             rows = slice(start, min(start + _COUNT_ROWS, end))
-            parents = parent[rows]
+            parents = parent[rows].astype(np.int64)
             np.add.at(sums[2], parents[parents >= 0], 1)
             for index, tier in enumerate(tiers):
                 held = tier.state[rows] != _ABSENT
