@@ -8,7 +8,8 @@ The weights are named by the content that lies in memory, not by a path or a rev
 that loaded the same tensors share, and whoever merges an adapter, quantises or trains gets another
 name. All tensors are read whole up to FULL_BYTES_MAX, beyond that a sample of each (both ends and
 pieces spread evenly): an edit of a few rows of a very large model may go unseen, see `variant`.
-Digests are kept per tensor and made again when the tensor, its memory or its version moved.
+Digests are kept per tensor and made again when the tensor, its memory, its version or a small
+sample of it changed.
 Adapters (LoRA and its kin) count by the content of what is active, their scaling and merge state,
 never by their names.
 """
@@ -31,8 +32,12 @@ from engine_adapter.refusal import Refused
 from engine_adapter.tensors import LAYOUT_NAME
 from engine_adapter.transformers_cache import ModelShape
 from kvstore.fingerprint import KVIdentity
+from kvstore.types import ByteArray
 
 FULL_BYTES_MAX = 4 << 30
+MARK_PIECES = 16
+MARK_PIECE_BYTES = 16
+"""Looked at before every request: an edit that misses all of them must count as a version."""
 SAMPLE_PIECES = 64
 SAMPLE_PIECE_BYTES = 4096
 NAMES_ONLY = ("_name_or_path", "_model_name_or_path", "transformers_version", "architectures")
@@ -60,21 +65,27 @@ class _Entry(NamedTuple):
     """The adapter layer it belongs to, None for the model's own."""
 
 
-class _Mark(NamedTuple):
-    """A tensor as it was. The reference is what makes it certain: ids and memory are used again."""
+class _Mark:
+    """A tensor as it was. The reference makes sure that it is this one: ids and memory are used
+    again. The sample shows what versions do not: writes through `.data`, as when adapters are
+    merged."""
 
-    reference: weakref.ref[torch.Tensor]
-    address: int
-    version: int
+    __slots__ = ("_address", "_reference", "_sample", "_version", "_view")
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Mark:
-        return cls(weakref.ref(tensor), tensor.data_ptr(), _version(tensor))
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._address = tensor.data_ptr()
+        self._version = _version(tensor)
+        self._view = _spread(tensor)
+        self._sample = self._view.tobytes()
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        if self.reference() is not tensor:
-            return False
-        return (self.address, self.version) == (tensor.data_ptr(), _version(tensor))
+        is_same = self._reference() is tensor
+        return (
+            is_same
+            and (self._address, self._version) == (tensor.data_ptr(), _version(tensor))
+            and self._view.tobytes() == self._sample
+        )
 
 
 class ModelIdentity:
@@ -98,7 +109,7 @@ class ModelIdentity:
             is_same and all(mark.fits(t) for mark, t in zip(self._marks, tensors, strict=True))
         ):
             self._identity = self._make()
-            self._marks = [_Mark.of(tensor) for tensor in tensors]
+            self._marks = [_Mark(tensor) for tensor in tensors]
             self._state = state
         return self._identity
 
@@ -174,7 +185,7 @@ class ModelIdentity:
         tensor = entry.tensor
         known = self._digests.get(id(tensor))
         if known is None or not known[0].fits(tensor):
-            known = (_Mark.of(tensor), content_digest(tensor, whole=whole))
+            known = (_Mark(tensor), content_digest(tensor, whole=whole))
             self._digests[id(tensor)] = known
         name = entry.name
         if entry.tuner is not None:
@@ -286,6 +297,19 @@ def _without_adapter(entry: _Entry) -> tuple[str, str]:
         if entry.name.endswith(f".{adapter}"):
             return f"{entry.name.removesuffix(adapter)}*", adapter
     return entry.name, ""
+
+
+def _spread(tensor: torch.Tensor) -> ByteArray:
+    """A view of a few pieces of its memory, spread evenly; empty where memory cannot be read."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return np.empty(0, np.uint8)
+    flat: ByteArray = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    if flat.size <= MARK_PIECES * MARK_PIECE_BYTES:
+        return flat
+    step = (flat.size - MARK_PIECE_BYTES) // (MARK_PIECES - 1)
+    return np.lib.stride_tricks.as_strided(
+        flat, (MARK_PIECES, MARK_PIECE_BYTES), (step, 1), writeable=False
+    )
 
 
 def _version(tensor: torch.Tensor) -> int:

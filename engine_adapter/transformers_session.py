@@ -74,7 +74,6 @@ class Session:
                 cache.namespace = self._handle.id
                 columns = prompt.ids.shape[1] - 1  # the last token is always computed
                 self._restore([(columns - pad) // self._block_tokens for pad in prompt.pads])
-            cache.saved_blocks = [-(-n // self._block_tokens) for n in self._restored]
         self._report.lookup_seconds = time.perf_counter() - self._began
         return cache
 
@@ -162,6 +161,8 @@ class Session:
         self._end_prefixes(used=True)
         self._load = None
         self._cache.fed_max = 0
+        if self._prompt.cache is None:
+            self._cache.saved_blocks = [-(-tokens // size) for tokens in self._restored]
         self._tools.tally.request(report)
         self._save(ids[:: self._prompt.expand])
         self._tools.tally.add(hook_cpu_seconds=time.thread_time() - cpu)

@@ -14,7 +14,7 @@ from tests.e2e.kit import running
 if importlib.util.find_spec("torch") is not None:
     import torch
 
-    # Two threads that wait for each other on a busy machine make tiny models a hundred times slower.
+    # Threads that wait for each other on a busy machine make tiny models a hundred times slower.
     torch.set_num_threads(1)
 
 

@@ -151,7 +151,7 @@ def test_restored_caches_are_independent(attach: Attach, model: Callable[..., An
 
 
 def test_inexact_hits_equal_a_cache_that_never_left(attach: Attach) -> None:
-    """One-shot prefill, generated tokens stored too: the second turn goes on where the first ended."""
+    """One-shot prefill, generated tokens stored too: the next turn goes on where this one ended."""
     attached = attach(gemma(), exact=False)
     ids = prompt(2 * BLOCK + 5)
     first = attached.model.generate(

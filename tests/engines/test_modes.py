@@ -172,7 +172,7 @@ def test_calls_that_are_no_business_of_the_store(warm: tuple[Any, Any]) -> None:
             "input beside tokens",
             {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]},
         ),
-        ("no token ids", {"inputs_embeds": embeddings}),
+        ("input beside tokens", {"inputs_embeds": embeddings}),
         ("the caller's own Cache", {"input_ids": ids, "past_key_values": stock}),
         ("output_hidden_states", {"input_ids": ids, "output_hidden_states": True}),
     ]
