@@ -124,6 +124,9 @@ class Committer:
         self._busy_since = 0.0
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-commit", daemon=True)
+
+    def start(self) -> None:
+        """Not done for a client that never attaches: nothing is ever queued then."""
         self._thread.start()
 
     @property
@@ -157,7 +160,8 @@ class Committer:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(max(0.1, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._thread.join(max(0.1, until - time.monotonic()))
 
     def _run(self) -> None:
         try:

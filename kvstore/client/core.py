@@ -67,13 +67,16 @@ class KVClient:
         attach: bool = True,
     ) -> None:
         path = socket or str(default_socket("default", os.environ))
-        self._session = Session(path, engine, deadline_seconds, attach)
+        self._session = Session(path, engine, deadline_seconds)
         self._keeper = Keeper(self._session)
-        self._session.on_life = self._keeper.wake
         self._committer = Committer(self._session, self._keeper.abort)
         self._threads = CopyThreads()
         self._handles: dict[bytes, NamespaceHandle] = {}
         self._declaring = Lock()
+        if attach:
+            self._keeper.start()
+            self._committer.start()
+            self._session.start(self._keeper.wake)
 
     # ------------------------------------------------------------------ state
 

@@ -65,6 +65,9 @@ class Keeper:
         self._due = float("inf")
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Not done for a client that never attaches: nothing is ever queued then."""
         self._thread.start()
 
     def attend(self, task: Attended) -> None:
@@ -100,7 +103,8 @@ class Keeper:
         """Send what is queued, then end."""
         self._is_closing = True
         self._wake.set()
-        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
 
     # ------------------------------------------------------------------ the thread
 

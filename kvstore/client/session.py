@@ -63,19 +63,15 @@ class Declaration(Protocol):
 
 
 class Session:
-    """Thread-safe. `is_attaching=False`: control calls only, no background thread."""
+    """Thread-safe. Until `start` it makes control calls only and has no background thread."""
 
-    def __init__(
-        self, socket: str, engine: str, deadline_seconds: float, is_attaching: bool
-    ) -> None:
+    def __init__(self, socket: str, engine: str, deadline_seconds: float) -> None:
         self.socket = socket
         self.engine = engine
         self.deadline_seconds = deadline_seconds
         self.tally = Tally()
         self.life: Life | None = None
-        self.away_reason = "not attached yet" if is_attaching else "opened without attaching"
-        self.on_life: Callable[[], None] = lambda: None
-        """Told, on the attach thread, when a life begins or ends."""
+        self.away_reason = "opened without attaching"
         self._pid = os.getpid()
         self._closing = threading.Event()
         self._attached = threading.Condition()
@@ -84,12 +80,16 @@ class Session:
         self._stream: AttachStream | None = None
         self._channel = grpc.insecure_channel(f"unix:{socket}", options=_CHANNEL_OPTIONS)
         self._stub: Any = ControlStub(self._channel)  # type: ignore[no-untyped-call]
-        self._thread: threading.Thread | None = None
-        if is_attaching:
-            self._thread = threading.Thread(
-                target=self._stay_attached, name="kvstore-attach", daemon=True
-            )
-            self._thread.start()
+        self._on_life: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(
+            target=self._stay_attached, name="kvstore-attach", daemon=True
+        )
+
+    def start(self, on_life: Callable[[], None]) -> None:
+        """Attach, now and always again. `on_life` is called when a life begins or ends."""
+        self._on_life = on_life
+        self.away_reason = "not attached yet"
+        self._thread.start()
 
     # ------------------------------------------------------------------ callers
 
@@ -271,7 +271,7 @@ class Session:
         with self._attached:
             self.life = life
             self._attached.notify_all()
-        self.on_life()
+        self._on_life()
 
     # ------------------------------------------------------------------ end
 
@@ -288,7 +288,7 @@ class Session:
         life, stream = self.life, self._stream
         if stream is not None:
             stream.close()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(timeout)
         self._channel.close()
         self._set_life(None)

@@ -1,9 +1,8 @@
 """Slots reserved beforehand, so that a store copies at once and asks nobody.
 
 Primitives of `SpareSlots` (one a namespace that is stored to):
-  `take(life, count)`   all `count` slots, or none
-  `settle(taken, ...)`  a commit of taken slots is about to be sent; says whether it ends the
-reservation
+  `take(life, count)`   all `count` slots, or none; `want(count)` after a store of that size
+  `settle(taken, ...)`  taken slots are about to be committed; is it the reservation's last commit
   `give_up(taken)`      taken slots that will not be committed
   `attend(life, now)`   the keeper's turn: refill, renew, give back what is idle
 
@@ -91,12 +90,10 @@ class SpareSlots:
             return sum(len(reserved.free) for reserved in self._all)
 
     def take(self, life: Life, count: int) -> list[Spare]:
-        """`count` slots, or an empty list; either way it is known then what stores want."""
+        """`count` slots, or an empty list."""
         now = self._now()
         taken: list[Spare] = []
         with self._lock:
-            self._last_taken = now
-            self._largest = max(self._largest, count)
             usable = [
                 reserved
                 for reserved in self._all
@@ -112,6 +109,14 @@ class SpareSlots:
                         taken.append(Spare(reserved, reserved.free.popleft()))
                         reserved.busy += 1
         return taken
+
+    def want(self, count: int) -> None:
+        """A store of `count` blocks was made: keep enough for others like it. Not before its own
+        slots are taken, or the refill would compete with it for the last ones.
+        """
+        with self._lock:
+            self._last_taken = self._now()
+            self._largest = max(self._largest, count)
 
     def settle(self, reserved: Reserved, count: int) -> bool:
         """`count` busy slots of `reserved` are about to be named in a commit; True: it is the last

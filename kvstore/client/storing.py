@@ -71,27 +71,30 @@ class Storer:
     def store(self, order: StoreOrder) -> None:
         """Settle the order's ticket, now or from the background thread. Never raises."""
         self._session.tally.add(stores=1)
-        self._store(order)
-        # Only now, so that the refill does not compete with this store for the last slots.
-        self._keeper.wake()
-
-    def _store(self, order: StoreOrder) -> None:
-        refusal = DRAINING if order.life.is_draining else BUSY if self._committer.is_behind else ""
         missing = self._missing(order)
-        if not refusal and missing and not order.life.writer_begins():
-            refusal = AWAY
-        if refusal or not missing:
-            self._settle(order, missing, [BlockStatus.REFUSED] * len(missing), refusal)
-            return
+        if missing:
+            refusal = self._store(order, missing)
+            if refusal:
+                self._settle(order, missing, [BlockStatus.REFUSED] * len(missing), refusal)
+            self._spare.want(len(missing))
+            self._keeper.wake()
+
+    def _store(self, order: StoreOrder, missing: list[int]) -> str:
+        """Why nothing is stored, "" if it is on its way."""
+        if order.life.is_draining:
+            return DRAINING
+        if self._committer.is_behind:
+            return BUSY
+        if not order.life.writer_begins():
+            return AWAY
         try:
             commits = self._fill_spare(order, missing) or self._fill_reserved(order, missing)
         except KVStoreError as error:
-            reason = CLOSED if self._session.is_closed else reason_of(error)
-            self._settle(order, missing, [BlockStatus.REFUSED] * len(missing), reason)
-            return
+            return CLOSED if self._session.is_closed else reason_of(error)
         finally:
             order.life.writer_ends()
         self._committer.put(commits)
+        return ""
 
     def _missing(self, order: StoreOrder) -> list[int]:
         """Blocks the directory does not have; the others are settled as PRESENT."""

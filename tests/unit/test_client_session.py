@@ -305,7 +305,9 @@ def test_close_takes_less_than_a_second_whatever_hangs(make_fake: Make, make_cli
 
 def test_a_tools_client_attaches_nowhere(make_fake: Make, tmp_path: Path) -> None:
     fake = make_fake()
+    before = threading.active_count()
     with KVClient(str(tmp_path / "s.sock"), attach=False) as client:
+        assert threading.active_count() == before
         assert client.stat() == {"blocks": 3}
         assert client.clear_all() == 1
         space = open_space(client)
