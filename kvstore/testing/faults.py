@@ -62,7 +62,7 @@ class Fail:
 
 @dataclass(frozen=True)
 class Short:
-    """FaultySystem: transfer only the first `length` bytes and say so."""
+    """FaultySystem: transfer only the first `length` bytes and say so (direct: whole sectors)."""
 
     length: int
 

@@ -16,6 +16,7 @@ from kvstore.blockio import DirectIO, page_aligned
 from kvstore.errors import FrameMalformed, InvariantViolated, TierFull, TierIO
 from kvstore.segment import (
     FRAME,
+    MAGIC,
     SLOT_BYTES_MIN,
     FrameFields,
     SegmentGeometry,
@@ -90,7 +91,7 @@ def test_any_flipped_header_byte_is_malformed(offset):
         parse_frame(bytes(data))
 
 
-@pytest.mark.parametrize("page", [b"", b"short", bytes(PAGE_BYTES), b"\xff" * PAGE_BYTES])
+@pytest.mark.parametrize("page", [b"", b"short", MAGIC, bytes(PAGE_BYTES), b"\xff" * PAGE_BYTES])
 def test_what_is_no_header_is_malformed(page):
     with pytest.raises(FrameMalformed):
         parse_frame(page)
@@ -102,6 +103,14 @@ def test_what_is_no_header_is_malformed(page):
 def test_parts_that_do_not_fit_are_malformed(parts):
     with pytest.raises(FrameMalformed, match="do not fit"):
         parse_frame(pack_frame(frame(1, parts=parts)))
+
+
+def test_a_header_of_another_program_is_malformed(monkeypatch):
+    monkeypatch.setattr("kvstore.segment.MAGIC", b"OTHERPRG")
+    other = pack_frame(frame(1))
+    monkeypatch.undo()
+    with pytest.raises(FrameMalformed, match="no frame header"):
+        parse_frame(other)
 
 
 def test_a_header_of_a_later_format_is_refused(monkeypatch):
@@ -263,7 +272,7 @@ def test_unknown_and_unfinished_files_go_before_anything_is_written(tmp_path):
     segments.close()
     (tmp_path / "core.1234").write_bytes(b"x" * 8192)
     (tmp_path / f"000007-{SLOT}.seg").write_bytes(b"partly allocated")
-    (tmp_path / "000009-4097.seg").write_bytes(bytes(2 * MIB))
+    (tmp_path / "000009-12289.seg").write_bytes(bytes(2 * MIB))
     (tmp_path / "link.seg").symlink_to("/etc/hostname")
     again = segments_in(tmp_path)
     assert again.files() == {0: SLOT, 1: SLOT}
