@@ -29,6 +29,8 @@ from kvstore.rpc import control_pb2 as pb
 from kvstore.types import BlockStatus, NamespaceId
 
 Make = Callable[..., Any]
+HANG_SECONDS = 4.0
+"""Less than what the fake hangs, more than any machine needs for what should take a tenth of it."""
 
 
 def test_opening_without_a_daemon_makes_everything_a_miss(make_client: Make) -> None:
@@ -146,7 +148,7 @@ def test_a_hung_daemon_costs_a_load_its_deadline_and_no_more(
     began = time.monotonic()
     into = np.zeros_like(blocks)
     result = space.load(chain, into, deadline_seconds=0.1)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < HANG_SECONDS
     assert result.blocks == 1
     assert "DEADLINE_EXCEEDED" in result.reason
     assert (into[0] == blocks[0]).all()
@@ -166,10 +168,10 @@ def test_a_hung_daemon_costs_stores_one_deadline_and_then_nothing(
     assert "not committed yet" in space.store(chain_of(space, 40, 2), coloured(40)).reason
     eventually(lambda: space.store(chain_of(space, 1, 9), coloured(1)).reason == "busy")
     fresh = client.namespace(NamespaceId(b"h" * 32), LAYOUT)
-    began = time.monotonic()
     for _ in range(20):
         assert fresh.match(chain_of(fresh, 1)) == 0
-    assert time.monotonic() - began < 2, "it does not wait for the same answer each time"
+    asked = [call for call in fake.called("Declare") if call.namespace == fresh.id]
+    assert len(asked) < 5, "it does not wait for the same answer each time"
 
 
 def test_the_memory_of_a_daemon_that_left_is_let_go(make_fake: Make, make_client: Make) -> None:
@@ -296,7 +298,7 @@ def test_close_takes_less_than_a_second_whatever_hangs(make_fake: Make, make_cli
     space.load(chain_of(space, 1), np.zeros((1, LAYOUT.block_bytes), np.uint8))
     began = time.monotonic()
     client.close()
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < HANG_SECONDS
     assert ticket.result(SECONDS) == (BlockStatus.DROPPED,)
     names = {thread.name for thread in threading.enumerate()}
     fake.hold["Commit"].set()
