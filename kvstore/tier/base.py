@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 from kvstore.types import IntArray, Tier
@@ -39,8 +39,11 @@ class TierProtocol(Protocol):
     def describe(self) -> dict[str, object]:
         """Numbers for people and metrics; keys are stable."""
 
+    def integrity_slices(self) -> Iterator[None]:
+        """Raises InvariantViolated when the books do not balance; a bounded piece a step."""
+
     def check_integrity(self) -> None:
-        """Raises InvariantViolated when the books do not balance."""
+        """The same in one go."""
 
     def health(self) -> list[str]:
         """Why this tier is degraded; empty when all is well."""

@@ -26,6 +26,8 @@ from kvstore.slab import SlabPool
 from kvstore.tier.segments import Segments, free_bytes
 from kvstore.types import IntArray
 
+SEGMENTS = "segments"
+"""Subdirectory of the data directory that holds the segment files."""
 GROW_AGAIN_SECONDS = 30.0
 """After the file system refused space it said it had: no growth for so long."""
 
@@ -66,9 +68,10 @@ class Capacity:
 
     # ------------------------------------------------------------------ threads
 
-    def survey(self) -> None:
-        """Work out how many slabs the cap and the disk allow now."""
-        self.bytes_beside = bytes_below(self._data_dir) - self._segments.measure()
+    def survey(self) -> list[int]:
+        """Work out how many slabs cap and disk allow now; segments whose file somebody removed."""
+        lost, strangers = self._segments.reconcile()
+        self.bytes_beside = strangers + bytes_below(self._data_dir, leave_out=SEGMENTS)
         self._segments.bytes_max = max(0, self.bytes_max - self.bytes_beside)
         slab = self._geometry.slab_bytes
         held = sum(self._geometry.span(size) for size in self._segments.files().values())
@@ -82,6 +85,7 @@ class Capacity:
         if self._clock.monotonic() < self._full_until and held < allowed:
             allowed, reason = held, "the file system refused more space"
         self.allowed_slabs, self.limit_reason = max(0, allowed), reason
+        return lost
 
     def disk_was_full(self) -> None:
         """An allocation failed: no growth beyond what is held until the disk had time to change."""
@@ -153,8 +157,11 @@ class Capacity:
         The caller drops their blocks; the emptied slabs leave service and their files are deleted.
         """
         self.apply()
+        found = self._pool.statistics()
+        surplus = found.slabs - found.slabs_free - found.slabs_retired - self.allowed_slabs
+        if surplus <= 0:
+            return np.zeros(0, np.int64)
         assigned = self._assigned()
-        surplus = sum(assigned.values()) - self.allowed_slabs
         self._closed &= assigned.keys()
         held = {slab: self._pool.slots_in_slab(slab) for slab in assigned}
         order = sorted(held, key=lambda slab: (slab not in self._closed, len(held[slab]), -slab))
@@ -167,7 +174,7 @@ class Capacity:
             if slab not in self._closed:
                 self._closed.add(slab)
                 self._pool.close_slab(slab)
-        return np.concatenate(leaving) if leaving else np.zeros(0, np.int64)
+        return np.concatenate(leaving)
 
     def _assigned(self) -> dict[int, int]:
         """First slab → number of slabs, of everything that serves a class."""
@@ -183,13 +190,15 @@ class Capacity:
         return [slab for slab in range(self._pool.slabs) if slab not in taken]
 
 
-def bytes_below(directory: Path) -> int:
-    """What `directory` and everything below it occupies on disk; what vanishes meanwhile counts as
-    0.
+def bytes_below(directory: Path, leave_out: str = "") -> int:
+    """What `directory` and everything below it occupies; files of one subdirectory left out.
+
+    What vanishes meanwhile counts as 0.
     """
     total = 0
     for parent, _, names in os.walk(directory):
-        for name in (".", *names):
+        is_left_out = leave_out and Path(parent) == directory / leave_out
+        for name in (".",) if is_left_out else (".", *names):
             try:
                 total += os.lstat(os.path.join(parent, name)).st_blocks * SECTOR_BYTES
             except FileNotFoundError:

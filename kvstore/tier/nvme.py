@@ -39,7 +39,7 @@ from kvstore.segment import SLOT_BYTES_MIN, FrameFields, SegmentGeometry, frame_
 from kvstore.slab import SlabPool
 from kvstore.tier import superblock as superblocks
 from kvstore.tier.base import Slots
-from kvstore.tier.capacity import Capacity, bytes_below
+from kvstore.tier.capacity import SEGMENTS, Capacity, bytes_below
 from kvstore.tier.counts import NvmeStatistics, SharedCounts
 from kvstore.tier.ledger import DeclaredNamespace, Ledger
 from kvstore.tier.recover import Records
@@ -82,7 +82,7 @@ class NvmeTier:
     ) -> None:
         self._io = io
         self._clock = clock
-        self._pool = pool
+        self.pool = pool
         self._segments = segments
         self._capacity = capacity
         self._ledger = ledger
@@ -117,7 +117,7 @@ class NvmeTier:
         superblock = superblocks.load(
             directory, segment_bytes=config.segment_bytes, geometry=geometry
         )
-        files = directory / "segments"
+        files = directory / SEGMENTS
         files.mkdir(parents=True, exist_ok=True, mode=0o700)
         segments = Segments(files, io, geometry, free_bytes_min=config.free_bytes_min)
         share = int(SHARE_OF_FREE_SPACE * (free_bytes(directory) + bytes_below(directory)))
@@ -151,7 +151,7 @@ class NvmeTier:
     @property
     def slots_max(self) -> int:
         """One more than the highest slot number."""
-        return self._pool.slots_max
+        return self.pool.slots_max
 
     def slot_bytes_for(self, length: int) -> int:
         """A header page and the payload padded to pages."""
@@ -160,33 +160,33 @@ class NvmeTier:
     def take(self, slot_bytes: int, count: int, *, staging: bool = False) -> list[int]:
         """Up to `count` slots; fewer means no room. There is no staging reserve here."""
         self._capacity.apply()
-        return self._pool.take(slot_bytes, count, staging=staging)
+        return self.pool.take(slot_bytes, count, staging=staging)
 
     def publish(self, slots: Slots) -> None:
-        self._pool.publish(slots)
+        self.pool.publish(slots)
 
     def drain(self, slots: Slots) -> None:
         """READY → DRAINING."""
-        self._pool.drain(slots)
+        self.pool.drain(slots)
 
     def free(self, slots: Slots) -> None:
         """The slots' records must be gone from the index, durably."""
-        self._pool.free(slots)
+        self.pool.free(slots)
 
     def room(self, slot_bytes: int) -> int:
         self._capacity.apply()
-        return self._pool.room(slot_bytes)
+        return self.pool.room(slot_bytes)
 
     def slots_of_class(self, slot_bytes: int) -> IntArray:
         """All slot numbers of a size, free ones included, for sampling victims."""
-        return self._pool.slots_of_class(slot_bytes)
+        return self.pool.slots_of_class(slot_bytes)
 
     def adopt(self, slot_bytes: int, slots: IntArray) -> BoolArray:
         """Recovery: slots of one size that hold durable blocks become READY; returns which did.
 
         False where a slot cannot be held (claimed twice, outside the tier): forget that record.
         """
-        return self._pool.adopt(slot_bytes, slots)
+        return self.pool.adopt(slot_bytes, slots)
 
     def over_cap_slots(self) -> IntArray:
         """Slots whose blocks must go because less space is allowed than is held; mostly none."""
@@ -334,12 +334,12 @@ class NvmeTier:
     # ------------------------------------------------------------------ looking after itself
 
     def maintain(self) -> None:
-        """Look at the disk: delete retired files, notice removed ones, work out what is allowed. A
-        thread's work.
+        """Look at the disk: delete retired files, notice removed ones, see what is allowed.
+
+        A thread's work; `tend` has it done.
         """
         self._capacity.delete_retired()
-        self._counts.add("segments_lost", len(self._segments.reconcile()))
-        self._capacity.survey()
+        self._counts.add("segments_lost", len(self._capacity.survey()))
 
     def _tend(self) -> None:
         while True:
@@ -380,7 +380,7 @@ class NvmeTier:
             bytes_on_disk=self._segments.bytes_on_disk,
             bytes_beside=self._capacity.bytes_beside,
             segments=len(self._segments.files()),
-            slots_ready=sum(item.ready for item in self._pool.statistics().classes),
+            slots_ready=sum(item.ready for item in self.pool.statistics().classes),
             records=self._ledger.statistics().records,
             mode=self._io.mode,
             mode_reason=self._io.mode_reason,
@@ -397,9 +397,13 @@ class NvmeTier:
     def describe(self) -> dict[str, object]:
         return {**asdict(self.statistics()), "index": asdict(self._ledger.statistics())}
 
+    def integrity_slices(self) -> Iterator[None]:
+        """I1 for every slab, a bounded piece a step. Raises InvariantViolated."""
+        yield from self.pool.integrity_slices()
+
     def check_integrity(self) -> None:
-        """I1 for every slab."""
-        self._pool.check_integrity()
+        """The same in one go."""
+        self.pool.check_integrity()
 
     def close(self) -> None:
         """Transfers must have ended. Commits what the index has queued; twice is a no-op."""

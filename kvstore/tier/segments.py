@@ -135,22 +135,28 @@ class Segments:
                 if segment.bytes_on_disk
             }
 
-    def reconcile(self) -> list[int]:
-        """Put what the file system says into the books; return the segments whose file somebody
-        removed.
+    def reconcile(self) -> tuple[list[int], int]:
+        """Put what the file system says into the books.
+
+        Returns the segments whose file somebody removed, and the bytes of files that are not ours.
         """
         with self._lock:
-            segments = [item for item in self._table.values() if item.bytes_on_disk]
-        lost: list[int] = []
-        for segment in segments:
+            known = {item.path.name: item for item in self._table.values()}
+            missing = {name for name, item in known.items() if item.bytes_on_disk}
+        strangers = 0
+        for entry in os.scandir(self._directory):
             try:
-                segment.bytes_on_disk = os.stat(segment.path).st_blocks * SECTOR_BYTES
+                size = entry.stat(follow_symlinks=False).st_blocks * SECTOR_BYTES
             except FileNotFoundError:
-                lost.append(segment.number)
-                self._forget(segment)
-            except OSError:
-                continue  # unreadable for now: transfers report it
-        return lost
+                continue
+            if entry.name in missing:
+                missing.discard(entry.name)
+                known[entry.name].bytes_on_disk = size
+            elif entry.name not in known:
+                strangers += size
+        for name in missing:
+            self._forget(known[name])
+        return sorted(known[name].number for name in missing), strangers
 
     # ------------------------------------------------------------------ frames
 

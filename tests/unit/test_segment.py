@@ -305,8 +305,10 @@ def test_a_removed_file_costs_its_own_blocks_only(tmp_path):
     with pytest.raises(TierIO):
         read(segments, 0)
     assert np.array_equal(read(segments, other), stored(2))
-    assert segments.reconcile() == [0]
+    assert segments.reconcile() == ([0], 0)
     assert segments.bytes_on_disk == segments.measure()
+    (tmp_path / "stranger").write_bytes(b"x" * 5000)
+    assert segments.reconcile() == ([], 8192)
     with pytest.raises(TierIO, match="no file"):
         read(segments, 0)
     segments.close()
