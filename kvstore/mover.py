@@ -213,6 +213,8 @@ class Mover:
                 stream.short_reason = stream.short_reason or "capacity"
                 group.rows = group.rows[:promised]
         self._start(started, layer_order)
+        if stream.blocks_missing and not stream.blocks_unread:
+            self._finish()
         return stream
 
     async def _promise(
@@ -235,7 +237,7 @@ class Mover:
                 return block
             promotion.listeners.append((stream, number, block))
             stream.blocks_missing += 1
-            stream.blocks_unread += promotion.pieces_left > 0
+            stream.blocks_unread += bool(promotion.parts_missing)
             stream.ready += [(number, part, block) for part in promotion.parts_ready]
         return len(group.rows)
 
