@@ -12,16 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.directory import DirectoryReader
 from kvstore.layout import BlockLayout
 from kvstore.rpc.wire import NO_OFFSET, unpack_u8, unpack_u64
 from kvstore.types import FINGERPRINT_BYTES, PARTS_MAX, ByteArray, Tier, UIntArray
+
+News: TypeAlias = dict[int, int]
+"""Block, counted from the group's first -> bit mask of its parts that became readable."""
+
+_PARTS_OF = [
+    tuple(part for part in range(PARTS_MAX) if mask >> part & 1) for mask in range(1 << PARTS_MAX)
+]
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,10 @@ class LeasedGroup:
     """Bit mask of parts a block."""
 
     def __post_init__(self) -> None:
-        self.readable = np.zeros(len(self.tiers), np.uint8)
+        # Bytes for what is done part by part, an array over them for what is done at once.
+        self._masks = bytearray(len(self.tiers))
+        self._has_slot = (self.offsets != NO_OFFSET).tobytes()
+        self.readable = np.frombuffer(self._masks, np.uint8)
         self.readable[(self.tiers == Tier.HOST) & (self.offsets != NO_OFFSET)] = self.all_parts
 
     @classmethod
@@ -103,7 +111,7 @@ class LeasedGroup:
         is_whole = self.readable == self.all_parts
         return len(is_whole) if is_whole.all() else int(is_whole.argmin())
 
-    def take_grant(self, grant: Any) -> None:
+    def take_grant(self, grant: Any, news: News) -> None:
         """Where blocks will lie; those that came to the host tier meanwhile are readable."""
         count = min(grant.blocks - grant.first, self.count)
         offsets = unpack_u64(grant.offsets, "grants.offsets")[:count]
@@ -112,28 +120,36 @@ class LeasedGroup:
         # What was readable before keeps its promise: a moved slot must show in `holds`.
         fresh = np.flatnonzero(self.readable[:count] == 0)
         self.offsets[fresh] = offsets[fresh]
+        self._has_slot = (self.offsets != NO_OFFSET).tobytes()
         self.generations[fresh] = generations[fresh]
         here = fresh[(tiers[fresh] == Tier.HOST) & (offsets[fresh] != NO_OFFSET)]
         self.readable[here] = self.all_parts
+        news.update(dict.fromkeys(here.tolist(), self.all_parts))
 
-    def take_parts(self, blocks: NDArray[np.uint32], parts: NDArray[np.uint16]) -> None:
-        """Parts that were announced: block counted from `first`, number of the part."""
-        known = (blocks < self.count) & (parts < PARTS_MAX)
-        blocks, parts = blocks[known], parts[known]
-        bits = np.left_shift(1, parts, dtype=np.uint16).astype(np.uint8)
-        bits[self.offsets[blocks] == NO_OFFSET] = 0
-        np.bitwise_or.at(self.readable, blocks, bits)
+    def take_part(self, block: int, part: int, news: News) -> None:
+        """A part was announced: block counted from `first`."""
+        if block < len(self._masks) and part < PARTS_MAX and self._has_slot[block]:
+            fresh = 1 << part & ~self._masks[block]
+            if fresh:
+                self._masks[block] |= fresh
+                news[block] = news.get(block, 0) | fresh
 
-    def runs(self, number: int, mask: ByteArray) -> Iterator[Ready]:
-        """`mask`, parts a block, as runs of neighbours with the same parts; `number` is this
-        group's.
-        """
-        edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
-        for start, stop in pairwise(edges):
-            if stop > start and mask[start]:
-                bits = int(mask[start])
-                parts = tuple(part for part in range(PARTS_MAX) if bits >> part & 1)
-                yield Ready(number, self.first + start, stop - start, parts)
+    def readable_now(self) -> News:
+        """Everything that is readable, as news."""
+        return {block: mask for block, mask in enumerate(self._masks) if mask}
+
+    def runs(self, number: int, news: News) -> Iterator[Ready]:
+        """`news` as runs of neighbours with the same parts; `number` is this group's."""
+        start = stop = mask = 0
+        for block in sorted(news):
+            if block == stop and news[block] == mask:
+                stop += 1
+                continue
+            if mask:
+                yield Ready(number, self.first + start, stop - start, _PARTS_OF[mask])
+            start, stop, mask = block, block + 1, news[block]
+        if mask:
+            yield Ready(number, self.first + start, stop - start, _PARTS_OF[mask])
 
     def holds(self, directory: DirectoryReader) -> bool:
         """Whether every block that is readable as a whole lies where and as it was promised."""

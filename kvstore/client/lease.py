@@ -21,7 +21,7 @@ from typing import Any
 
 import grpc
 
-from kvstore.client.groups import LeasedGroup, Ready, Wanted
+from kvstore.client.groups import LeasedGroup, News, Ready, Wanted
 from kvstore.client.keeper import Keeper
 from kvstore.client.life import Life
 from kvstore.client.session import Session
@@ -35,7 +35,7 @@ from kvstore.errors import (
 )
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc.status import from_rpc_error
-from kvstore.rpc.wire import unpack_ready
+from kvstore.rpc.wire import each_ready
 from kvstore.types import ByteArray
 
 
@@ -153,7 +153,7 @@ class ReadLease:
         limit = self._session.deadline_seconds if deadline_seconds is None else deadline_seconds
         pending = [group for group in self.groups if group.whole < group.count]
         if not pending:
-            yield from self._news([group.readable for group in self.groups])
+            yield from self._readable_now()
             return
         request = pb.LoadRequest(
             client=life.client,
@@ -164,7 +164,7 @@ class ReadLease:
         # The transport's deadline is a little later, so that the daemon's last word arrives.
         call = self._session.stream("Load", request, limit + _GRACE_SECONDS)
         try:
-            yield from self._news([group.readable.copy() for group in self.groups])
+            yield from self._readable_now()
             for reply in call:
                 yield from self._take(reply)
                 self._renew_if_due()
@@ -179,22 +179,20 @@ class ReadLease:
 
     def _take(self, reply: Any) -> Iterator[Ready]:
         """One message of the load stream; its groups are those of the lease that are not empty."""
-        before = [group.readable.copy() for group in self.groups]
-        filled = [group for group in self.groups if group.count]
+        filled = [number for number, group in enumerate(self.groups) if group.count]
+        news: dict[int, News] = {number: {} for number in filled}
         self.reason = self.reason or reply.short_reason
-        for group, grant in zip(filled, reply.grants, strict=False):
-            group.take_grant(grant)
-        records = unpack_ready(reply.ready, "ready")
-        for order, group in enumerate(filled):
-            own = records[records["group"] == order]
-            group.take_parts(own["block"], own["part"])
-        yield from self._news(
-            [group.readable & ~old for group, old in zip(self.groups, before, strict=True)]
-        )
+        for number, grant in zip(filled, reply.grants, strict=False):
+            self.groups[number].take_grant(grant, news[number])
+        for order, part, block in each_ready(reply.ready, "ready"):
+            if order < len(filled):
+                self.groups[filled[order]].take_part(block, part, news[filled[order]])
+        for number in filled:
+            yield from self.groups[number].runs(number, news[number])
 
-    def _news(self, masks: Sequence[ByteArray]) -> Iterator[Ready]:
-        for number, (group, mask) in enumerate(zip(self.groups, masks, strict=True)):
-            yield from group.runs(number, mask)
+    def _readable_now(self) -> Iterator[Ready]:
+        for number, group in enumerate(self.groups):
+            yield from group.runs(number, group.readable_now())
 
     # ------------------------------------------------------------------ its life
 

@@ -235,7 +235,8 @@ def test_the_deadline_ends_a_load_with_what_has_come(make_fake: Make, make_clien
     fake.part_pause.clear()
     into = np.zeros_like(blocks)
     result = space.load(chain, into, deadline_seconds=0.1)
-    assert (result.blocks, result.reason) == (3, "deadline")
+    assert result.blocks == 3
+    assert "deadline" in result.reason.lower(), "whoever noticed it first"
     assert (into[:3] == blocks[:3]).all()
 
 

@@ -35,6 +35,7 @@ def test_bad_lengths_name_the_field() -> None:
         lambda: wire.split_fingerprints(bytes(96), "offsets", 2),
         lambda: wire.unpack_name(bytes(31), "offsets"),
         lambda: wire.unpack_ready(bytes(9), "offsets"),
+        lambda: wire.each_ready(bytes(9), "offsets"),
     ):
         with pytest.raises(InvalidRequest, match="offsets"):
             call()
@@ -56,6 +57,7 @@ def test_ready_records_round_trip() -> None:
     assert records["group"].tolist() == [1, 1]
     assert records["part"].tolist() == [0, 0xFFFF]
     assert records["block"].tolist() == [7, 70000]
+    assert list(wire.each_ready(data, "ready")) == [(1, 0, 7), (1, 0xFFFF, 70000)]
 
 
 class FakeContext:
