@@ -23,13 +23,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstore.arrays import distinct
+from kvstore.columns import is_unique
 from kvstore.errors import DataError, TierError, Unavailable
 from kvstore.layout import Part
 from kvstore.namespaces import Namespace
 from kvstore.room import Room
-from kvstore.store import ABSENT, READY, GroupMatch, Store
+from kvstore.store import ABSENT, NO_ROWS, READY, GroupMatch, Store
 from kvstore.tier.nvme import NvmeTier
-from kvstore.types import ByteArray, ReplicaState, UIntArray
+from kvstore.types import ByteArray, IntArray, ReplicaState, UIntArray
 
 PIECE_BYTES_MAX = 2 << 20
 """Bytes of one read: adjacent parts are read together up to this; larger reads were no faster."""
@@ -207,12 +209,19 @@ class Mover:
             raise Unavailable("the daemon is shutting down")
         stream = LoadStream([GroupMatch(g.namespace, g.first, g.rows) for g in groups])
         started: list[Promotion] = []
-        for number, group in enumerate(stream.groups):
-            promised = await self._promise(stream, number, group, started, deadline)
-            if promised < len(group.rows):
-                stream.short_reason = stream.short_reason or "capacity"
-                group.rows = group.rows[:promised]
-        self._start(started, layer_order)
+        # The lease may run out while we wait for slots: its rows must stay the blocks they are.
+        held = distinct(np.concatenate([NO_ROWS, *(group.rows for group in groups)]))
+        self._store.catalog.pins[held] += 1
+        try:
+            for number, group in enumerate(stream.groups):
+                promised = await self._promise(stream, number, group, started, deadline)
+                if promised < len(group.rows):
+                    stream.short_reason = stream.short_reason or "capacity"
+                    group.rows = group.rows[:promised]
+        finally:
+            self._store.catalog.pins[held] -= 1
+            # Also when the caller gave up: what was created is others' to join.
+            self._start(started, layer_order)
         if stream.blocks_missing and not stream.blocks_unread:
             self._finish()
         return stream
@@ -228,8 +237,11 @@ class Mover:
         """Create or join the promotion of each row; return how many blocks are promised."""
         columns = self._store.catalog
         missing = int(np.count_nonzero(columns.host_state[group.rows] == ABSENT))
-        started += self._create(group, await self._slots(group.namespace, missing, deadline))
-        for block, row in enumerate(group.rows.tolist()):
+        slots = await self._slots(group.namespace, missing, deadline)
+        readable = self._store.is_readable(group.rows)
+        rows = group.rows if readable.all() else group.rows[: int(readable.argmin())]
+        started += self._create(group.namespace, rows, slots)
+        for block, row in enumerate(rows.tolist()):
             promotion = self._running.get(row)
             if promotion is None and columns.host_state[row] == READY:
                 continue
@@ -239,7 +251,7 @@ class Mover:
             stream.blocks_missing += 1
             stream.blocks_unread += bool(promotion.parts_missing)
             stream.ready += [(number, part, block) for part in promotion.parts_ready]
-        return len(group.rows)
+        return len(rows)
 
     def _give_back(self, slots: Iterable[int]) -> None:
         left = list(slots)
@@ -262,11 +274,13 @@ class Mover:
         room = limits.bytes_inflight_max - self.bytes_inflight
         return max(0, min(jobs, room // block_bytes)) or int(not self._running)
 
-    def _create(self, group: GroupMatch, slots: list[int]) -> list[Promotion]:
+    def _create(self, namespace: Namespace, rows: IntArray, slots: list[int]) -> list[Promotion]:
         """Promotions for as many absent rows as there are slots; slots left over are given back."""
-        columns, rows, namespace = self._store.catalog, group.rows, group.namespace
-        absent = (columns.host_state[rows] == ABSENT) & (columns.nvme_state[rows] == READY)
-        rows = rows[absent][: len(slots)]
+        columns = self._store.catalog
+        rows = rows[(columns.host_state[rows] == ABSENT) & (columns.nvme_state[rows] == READY)]
+        if not is_unique(rows):  # flat names may repeat
+            rows = rows[np.sort(np.unique(rows, return_index=True)[1])]
+        rows = rows[: len(slots)]
         self._give_back(slots[len(rows) :])
         if not len(rows):
             return []
@@ -315,16 +329,15 @@ class Mover:
                 self._tell_failed(promotion)
             elif promotion.failure is None:
                 self._announce(piece)
-            if promotion.pieces_left:
-                continue
-            if promotion.failure is not None:
+            if not promotion.pieces_left and promotion.failure is None:
+                self._whole.append(promotion)
+                for stream, _, _ in promotion.listeners:
+                    stream.blocks_unread -= 1
+            elif not promotion.pieces_left:
                 self._drop(promotion, promotion.failure)
-                continue
-            self._whole.append(promotion)
-            for stream, _, _ in promotion.listeners:
-                stream.blocks_unread -= 1
-                is_awaited |= stream.blocks_unread == 0
-        if is_awaited or len(self._whole) >= PUBLISH_BLOCKS:
+            is_awaited |= any(not stream.blocks_unread for stream, _, _ in promotion.listeners)
+        is_last = len(self._whole) == len(self._running)
+        if self._whole and (is_awaited or is_last or len(self._whole) >= PUBLISH_BLOCKS):
             self._finish()
 
     def _announce(self, piece: Piece) -> None:
@@ -345,11 +358,14 @@ class Mover:
         good = store.is_current(rows) & (columns.nvme_state[rows] == READY)
         if good.any():
             store.publish(rows[good], self._now())
-        for row in rows[~good].tolist():
-            store.drop_unready(row, "cleared")
-        for promotion in whole:
+        for promotion, is_good in zip(whole, good.tolist(), strict=True):
             store.counters.add("bytes_promoted", promotion.namespace.layout.block_bytes)
-            for stream, _, _ in promotion.listeners:
+            if not is_good:
+                store.drop_unready(promotion.row, "cleared")
+            for stream, group, block in promotion.listeners:
+                if not is_good:
+                    stream.failed.append((group, block))
+                    stream.short_reason = stream.short_reason or "failed"
                 stream.blocks_missing -= 1
                 stream.changed.set()
 
@@ -361,7 +377,7 @@ class Mover:
             stream.blocks_unread -= 1
             stream.changed.set()
 
-    def _drop(self, promotion: Promotion, failure: Exception) -> None:
+    def _drop(self, promotion: Promotion, failure: Exception | None) -> None:
         """The last read ended: the slot is free, and the unusable copy leaves NVMe."""
         store, row = self._store, promotion.row
         self._leave([promotion])

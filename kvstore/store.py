@@ -179,8 +179,10 @@ class Store:
         if not namespace.is_prefix_closed:
             return self.rows_of(namespace, names)
         rows = self.catalog.prefix_rows(names)
-        foreign = self.catalog.namespace[rows] != namespace.index
-        return rows[: int(foreign.argmax())] if foreign.any() else rows
+        # Names that are no chain of this namespace lead no further than they are one.
+        astray = self.catalog.namespace[rows] != namespace.index
+        astray |= self.catalog.parent[rows] != np.append(ABSENT_ROW, rows[:-1])[: len(rows)]
+        return rows[: int(astray.argmax())] if astray.any() else rows
 
     def _count_query(self, asked: int, group: GroupMatch) -> None:
         counters = self.counters

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.client.groups import LeasedGroup, Wanted
 from kvstore.directory import DirectoryReader
 from kvstore.fingerprint import Chain
 from kvstore.layout import BlockLayout
@@ -23,8 +22,9 @@ from kvstore.namespaces import Namespace
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc import status, wire
 from kvstore.rpc.server import ControlServicer
+from kvstore.testing.leased import LeasedBlocks
 from kvstore.testing.stepped import MemoryArena
-from kvstore.types import FINGERPRINT_BYTES, BlockStatus, ByteArray
+from kvstore.types import BlockStatus, ByteArray
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _numbers = count(1)
@@ -94,11 +94,11 @@ class Held:
 
 @dataclass
 class Lease:
-    """What `match` gave: a client's bookkeeping over the real answer."""
+    """What `match` gave."""
 
     lease: int
     boundary_tokens: int
-    groups: list[LeasedGroup]
+    groups: list[LeasedBlocks]
 
 
 class Engine:
@@ -246,45 +246,40 @@ class Engine:
         want_lease: bool = True,
     ) -> Lease:
         """Largest common prefix of the groups' chains."""
-        wanted = [
-            Wanted(bytes(space.id), chain.joined, space.layout, space.index)
-            for space, chain in groups
-        ]
         request = pb.MatchRequest(
             client=self.client,
             groups=[
-                pb.Group(namespace=item.namespace, fingerprints=item.joined) for item in wanted
+                pb.Group(namespace=space.id, fingerprints=chain.joined) for space, chain in groups
             ],
             prompt_tokens=prompt_tokens,
             want_lease=want_lease,
         )
         reply = await self.call("Match", request)
-        found = [LeasedGroup.of(a, m) for a, m in zip(wanted, reply.groups, strict=True)]
+        found = [
+            LeasedBlocks.of(space, chain.joined, match)
+            for (space, chain), match in zip(groups, reply.groups, strict=True)
+        ]
         return Lease(reply.lease, reply.boundary_tokens, found)
 
     async def bring_up(
         self, lease: Lease, *, layer_order: bool = False, deadline_seconds: float = 2.0
     ) -> str:
-        """The Load stream to its end; the groups' `readable` masks say what came, the answer why
-        not more.
-        """
+        """The Load stream to its end; the groups say what came, the answer why not more."""
         request = pb.LoadRequest(
             client=self.client,
             lease=lease.lease,
             order=pb.LAYER_ORDER if layer_order else pb.BLOCK_ORDER,
             deadline_ms=max(1, int(deadline_seconds * 1000)),
         )
-        filled = [group for group in lease.groups if group.count]
+        filled = [group for group in lease.groups if group.names]
         reason = ""
         try:
             async for reply in self._servicer.Load(request, _Context()):
                 reason = reason or reply.short_reason
                 for group, grant in zip(filled, reply.grants, strict=False):
-                    group.take_grant(grant)
-                records = wire.unpack_ready(reply.ready, "ready")
-                for order, group in enumerate(filled):
-                    own = records[records["group"] == order]
-                    group.take_parts(own["block"], own["part"])
+                    group.grant(grant)
+                for order, part, block in np.frombuffer(reply.ready, wire.READY).tolist():
+                    filled[order].announce(block, part)
         except Refused as error:
             raise status.from_rpc_error(error) from error
         return reason
@@ -327,14 +322,12 @@ class Engine:
         )
         return int(reply.released)
 
-    def _copy(self, group: LeasedGroup) -> list[ByteArray]:
-        offsets = group.offsets[: group.whole].tolist()
+    def _copy(self, group: LeasedBlocks) -> list[ByteArray]:
+        offsets = group.offsets[: group.whole]
         return [self._arena.view(at, group.layout.block_bytes).copy() for at in offsets]
 
-    def _compare(self, group: LeasedGroup, copies: list[ByteArray]) -> None:
-        for at, found in enumerate(copies):
-            start = (group.first + at) * FINGERPRINT_BYTES
-            name = group.joined[start : start + FINGERPRINT_BYTES]
+    def _compare(self, group: LeasedBlocks, copies: list[ByteArray]) -> None:
+        for at, (name, found) in enumerate(zip(group.names, copies, strict=False)):
             if not is_own_colour(found, name, group.layout):
                 raise WrongBytes(f"block {group.first + at} of a leased load, {name.hex()[:16]}")
 

@@ -1,4 +1,4 @@
-"""Fixtures of the unit tests: a fake daemon for the client library, and clients of it."""
+"""Fixtures of the unit tests: a fake daemon and its clients, and whole stores in one thread."""
 
 from __future__ import annotations
 
@@ -42,3 +42,18 @@ def make_client(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     yield make
     for client in made:
         client.close()
+
+
+@pytest.fixture
+def make_harness() -> Iterator[Callable[..., Any]]:
+    """Factory of started stores; each is checked whole at the end, and nothing of it stays."""
+    from store_kit import harnesses
+
+    with harnesses() as make:
+        yield make
+
+
+@pytest.fixture
+def harness(make_harness: Callable[..., Any]) -> Any:
+    """One small store with its tasks running."""
+    return make_harness()
