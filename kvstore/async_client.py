@@ -65,8 +65,9 @@ class _Threads:
 
 
 class AsyncKVClient:
-    """As `KVClient`; `client` is the blocking client underneath, and may be used beside this
-    one.
+    """As `KVClient`.
+
+    `client` is the blocking client underneath, and may be used beside this one.
     """
 
     def __init__(

@@ -55,8 +55,9 @@ class StoreTicket:
         return self._reason
 
     def result(self, timeout: float | None = None) -> tuple[BlockStatus, ...]:
-        """A status a block: STORED, WAITING and PRESENT are success. Raises TimeoutError after
-        `timeout` seconds.
+        """A status a block; STORED, WAITING and PRESENT are success.
+
+        Raises TimeoutError after `timeout` seconds.
 
         Ends by itself: every commit queued before it has a deadline, and a dead daemon ends them
         all.
@@ -66,8 +67,9 @@ class StoreTicket:
         return tuple(self._statuses)
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once all is known: at once, or on a thread of the client. It may not
-        block.
+        """Call `callback` once all is known: at once, or on a thread of the client.
+
+        It may not block.
         """
         with self._lock:
             if self._open:
@@ -94,8 +96,9 @@ class StoreTicket:
 
 @dataclass(frozen=True)
 class Commit:
-    """Blocks of one reservation that lie whole in their slots. An anonymous one names consecutive
-    blocks only.
+    """Blocks of one reservation that lie whole in their slots.
+
+    An anonymous one names consecutive blocks only.
     """
 
     life: Life
@@ -131,8 +134,7 @@ class Committer:
 
     @property
     def is_behind(self) -> bool:
-        """Too many commits wait, or the daemon has not answered one within the client's
-        deadline."""
+        """Too many commits wait, or one has waited longer than the client's deadline."""
         overdue = time.monotonic() - self._session.deadline_seconds
         return len(self._queue) >= QUEUE_COMMITS_MAX or (
             self._is_busy and self._busy_since < overdue

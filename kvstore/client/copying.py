@@ -32,8 +32,9 @@ COPY_THREADS_MAX = 16
 
 
 class Rows:
-    """The caller's side of a copy. Raises InvalidRequest when a size, dtype or flag does not
-    fit.
+    """The caller's side of a copy.
+
+    Raises InvalidRequest when a size, dtype or flag does not fit.
     """
 
     def __init__(self, blocks: BlockArrays, block_bytes: int, *, writable: bool) -> None:
@@ -87,9 +88,7 @@ def runs(offsets: Sequence[int], slot_bytes: int, region_bytes: int) -> Iterator
 
 
 class Geometry:
-    """Where the copied bytes lie in a slot: `length` bytes from `start`, slots `slot_bytes`
-    long.
-    """
+    """Where the copied bytes lie: `length` bytes from `start` in each slot of `slot_bytes`."""
 
     __slots__ = ("length", "region_bytes", "slot_bytes", "start")
 

@@ -51,7 +51,9 @@ class DirectoryReads(NamedTuple):
 
 
 class KVClient:
-    """`socket`: None is the default daemon's. `engine`: processes of one engine share a name, and
+    """A process' client of one daemon.
+
+    `socket`: None is the default daemon's. `engine`: processes of one engine share a name, and
     reservations.
 
     `deadline_seconds` bounds every call unless the verb is given its own. `attach=False` opens a
@@ -98,9 +100,7 @@ class KVClient:
 
     @property
     def break_even_tokens(self) -> dict[int, int]:
-        """By tier number: prefix tokens below which loading loses to recomputing; empty until
-        calibrated.
-        """
+        """Tier number -> prefix tokens below which loading loses to recomputing."""
         life = self._session.life
         return dict(life.break_even_tokens) if life else {}
 
@@ -119,9 +119,7 @@ class KVClient:
         return DirectoryReads(True, "")
 
     def wait_connected(self, timeout: float | None = None) -> bool:
-        """Whether a daemon is attached, waiting up to `timeout` seconds for one (None: for
-        ever).
-        """
+        """Whether a daemon is attached, within `timeout` seconds (None: wait for ever)."""
         return self._session.wait_connected(timeout)
 
     def statistics(self) -> ClientStatistics:
@@ -145,8 +143,7 @@ class KVClient:
         window_tokens: int = 0,
         label: str = "",
     ) -> NamespaceHandle:
-        """The handle of a namespace; declared to the daemon now, or as soon as there is one, in
-        every life.
+        """The handle of a namespace; declared to every daemon life, now and later.
 
         `identity` is complete, or the digest of one made elsewhere. Asked again it returns the same
         handle. Raises NamespaceConflict when it is known, here or to the daemon, with another
@@ -198,8 +195,7 @@ class KVClient:
         *,
         deadline_seconds: float | None = None,
     ) -> ReadLease:
-        """One lease over all KV groups of a model, at the largest token boundary that every group
-        can serve.
+        """One lease over all KV groups of a model, at the largest boundary they share.
 
         `groups`: the same tokens' names in each group's namespace; `prompt_tokens` caps the
         boundary (0: no cap). Never raises for what the daemon does: an empty lease carries the

@@ -31,9 +31,7 @@ _PARTS_OF = [
 
 @dataclass(frozen=True)
 class Wanted:
-    """One KV group of a request: fingerprints from the root, and what its namespace was declared
-    as.
-    """
+    """One KV group of a request: fingerprints from the root, and its namespace."""
 
     namespace: bytes
     joined: bytes

@@ -4,8 +4,7 @@ Primitives of `Keeper`:
   `release(life, lease)`      leases that ended
   `report(life, id, names)`   uses seen through the directory; bounded, what does not fit is counted
   `missed(life, blocks)`      blocks asked for and not found
-  `abort(life, reservation)`  reservations given back: also the word that our last copy into them
-has ended
+  `abort(life, reservation)`  reservations given back: the word that our copies into them ended
   `attend(task)`              something to look after every turn (slots kept in reserve)
   `wake()`                    look after it now
 
@@ -184,6 +183,8 @@ class Keeper:
         for owner, namespace, names in uses:
             if owner is life:
                 by_namespace.setdefault(namespace, []).append(names)
+            else:
+                self._session.tally.add(reports_dropped=len(names) // FINGERPRINT_BYTES)
         if not by_namespace and not missed:
             return
         groups = [

@@ -40,8 +40,9 @@ from kvstore.types import ByteArray
 
 
 class ReadLease:
-    """Made by `NamespaceHandle.lease` and `KVClient.match_groups`; a context manager. Not
-    thread-safe.
+    """Made by `NamespaceHandle.lease` and `KVClient.match_groups`; a context manager.
+
+    Not thread-safe.
 
     An empty lease (`blocks` 0, `reason` says why) is what a miss or an absent daemon gives.
     """
@@ -197,8 +198,7 @@ class ReadLease:
     # ------------------------------------------------------------------ its life
 
     def valid(self) -> bool:
-        """After the last copy: True exactly if every block that was readable as a whole was and
-        stayed so.
+        """After the last copy: whether every block that was readable as a whole stayed so.
 
         Compares boot id, slots and generations in the directory, without a call. Where the
         directory cannot be trusted (see `KVClient.directory_reads`) the lease itself must still
@@ -213,8 +213,9 @@ class ReadLease:
         return all(group.holds(directory) for group in self.groups) and life.is_boot_current
 
     def renew(self) -> float:
-        """Prolong it; seconds from now. Raises LeaseExpired, LeaseUnknown, PeerGone,
-        Unavailable.
+        """Prolong it; seconds from now.
+
+        Raises LeaseExpired, LeaseUnknown, PeerGone, Unavailable.
         """
         life = self._alive()
         request = pb.RenewRequest(client=life.client, lease=self._lease)

@@ -101,8 +101,9 @@ class Life:
 
     @classmethod
     def open(cls, welcome: pb.Welcome, lock: ClientLock | None) -> Life:
-        """Map what `welcome` names. Raises PeerGone, VersionMismatch, InvalidRequest,
-        ConfigError.
+        """Map what `welcome` names.
+
+        Raises PeerGone, VersionMismatch, InvalidRequest, ConfigError.
         """
         if not welcome.arena_dir:
             return cls(welcome, None, None, lock)
@@ -131,9 +132,7 @@ class Life:
         return self.directory is not None and self.directory.boot_id == self.boot_id
 
     def writer_begins(self) -> bool:
-        """Before the first byte is written into the arena; False: the life is over, write
-        nothing.
-        """
+        """Before the first byte is written into the arena. False: the life is over, write nothing."""
         with self._guard:
             if self.is_over:
                 return False
@@ -159,8 +158,9 @@ class Life:
 
 
 class AttachStream:
-    """Opened in the constructor; iterate for news after `welcome`. `close` from any thread ends
-    it.
+    """Opened in the constructor; iterate for news after `welcome`.
+
+    `close` from any thread ends it.
     """
 
     def __init__(self, stub: Any, engine: str, lock: ClientLock | None) -> None:

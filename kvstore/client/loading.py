@@ -30,9 +30,7 @@ from kvstore.types import FINGERPRINT_BYTES, Tier
 
 @dataclass(frozen=True)
 class LoadResult:
-    """`blocks` leading blocks were copied and are the stored bytes; what follows in the buffer is
-    undefined.
-    """
+    """`blocks` leading blocks are the stored bytes; what follows in the buffer is undefined."""
 
     blocks: int
     from_host: int = 0
@@ -97,8 +95,9 @@ class Loader:
         return result
 
     def _load(self, order: Order) -> LoadResult:
-        """The directory first; the daemon may hold more. If it does not answer, what was found
-        counts.
+        """The directory first; the daemon may hold more.
+
+        If it does not answer, what was found counts.
         """
         wanted = len(order.rows)
         found = self._lookup(order)
@@ -118,8 +117,9 @@ class Loader:
             return self._load_leased(order, lease)
 
     def _reported(self, order: Order, result: LoadResult) -> LoadResult:
-        """The daemon saw nothing of this load; tell it what was used. A Match counts uses by
-        itself.
+        """The daemon saw nothing of this load; tell it what was used.
+
+        A Match counts uses by itself.
         """
         if result.blocks:
             used = order.names[: result.blocks * FINGERPRINT_BYTES]

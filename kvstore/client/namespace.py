@@ -51,8 +51,9 @@ from kvstore.types import (
 
 @dataclass(frozen=True)
 class Existence:
-    """Where blocks are. `tiers` uint8 [n]: bit `1 << Tier` a tier that holds the block; 0 is
-    absent.
+    """Where blocks are.
+
+    `tiers` uint8 [n]: bit `1 << Tier` a tier that holds the block; 0 is absent.
     """
 
     prefix_blocks: int
@@ -60,8 +61,9 @@ class Existence:
 
 
 class NamespaceHandle:
-    """Made by `KVClient.namespace`; thread-safe. `id`, `layout`, `kind`, `window_tokens`, `label`
-    as declared.
+    """Made by `KVClient.namespace`; thread-safe.
+
+    `id`, `layout`, `kind`, `window_tokens`, `label` as declared.
     """
 
     def __init__(
@@ -124,8 +126,9 @@ class NamespaceHandle:
     # ------------------------------------------------------------------ names
 
     def chain(self, tokens: Tokens, contents: Iterable[Content] = ()) -> Chain:
-        """Names of the full blocks of `tokens`; grow it with `extend`. `contents`: images and the
-        like.
+        """Names of the full blocks of `tokens`; grow it with `extend`.
+
+        `contents`: images and the like.
         """
         chain = Chain(self.id, self.layout.block_tokens, contents)
         chain.extend(tokens)
@@ -152,9 +155,7 @@ class NamespaceHandle:
         return life.directory.lookup(declared.index, joined).count
 
     def match_each(self, names: Names) -> BoolArray:
-        """bool [n]: which blocks lie READY in the host tier now; for flat and sliding
-        namespaces.
-        """
+        """bool [n]: which blocks lie READY in the host tier now, each for itself."""
         joined = stretch(names, self.id, 0, len(names))
         attached = self._attached()
         if isinstance(attached, str):
@@ -166,9 +167,7 @@ class NamespaceHandle:
         return life.directory.lookup_each(declared.index, joined).mask
 
     def lease(self, names: Names, *, deadline_seconds: float | None = None) -> ReadLease:
-        """A lease over the longest prefix that any tier holds; empty, with a reason, when there is
-        none.
-        """
+        """A lease over the longest prefix that any tier holds; empty when there is none."""
         joined = stretch(names, self.id, 0, len(names))
         attached = self._attached()
         if isinstance(attached, str):
@@ -209,8 +208,7 @@ class NamespaceHandle:
         deadline_seconds: float | None = None,
         copy_threads: int = 1,
     ) -> LoadResult:
-        """Copy blocks [start, start + len(into)) of `names` into `into`, as many leading ones as
-        are stored.
+        """Copy the stored ones among blocks [start, start + len(into)), from the first on.
 
         `into`: uint8 [n, bytes] or n arrays of `bytes` each, bytes = `layout.block_bytes`, or
         `layout.rank_payload_bytes` when only one `rank`'s part is wanted. No call when the
@@ -235,8 +233,7 @@ class NamespaceHandle:
     # ------------------------------------------------------------------ writes
 
     def store(self, names: Names, blocks: BlockArrays, *, start: int = 0) -> StoreTicket:
-        """Store `blocks` (uint8 [n, block_bytes] or n arrays) as blocks [start, start + n) of
-        `names`.
+        """Store uint8 [n, block_bytes], or n arrays, as blocks [start, start + n).
 
         Returns when the bytes are copied and the caller's memory is free again; the ticket tells
         what became of them. What is stored already is not copied. Raises InvalidRequest for wrong
@@ -257,8 +254,7 @@ class NamespaceHandle:
     def reserve(
         self, names: Names, *, start: int = 0, count: int | None = None
     ) -> WriteReservation:
-        """Slots for blocks [start, start + count) of `names` (default: to the end), to fill in
-        place.
+        """Slots to fill in place, for blocks [start, start + count), by default to the end.
 
         Present blocks get none, and after the first without room no later one does: see `statuses`.
         """
@@ -320,9 +316,7 @@ class NamespaceHandle:
         return int(self._session.call("Prefetch", request).accepted)
 
     def flush(self, names: Names, *, deadline_seconds: float = 10.0) -> BoolArray:
-        """bool [n]: which blocks survive a crash of the machine's daemon, waiting up to the
-        deadline for them.
-        """
+        """bool [n]: which blocks are durable by the deadline. Raises KVStoreError."""
         joined = stretch(names, self.id, 0, len(names))
         request = pb.FlushRequest(
             namespace=self.id, fingerprints=joined, deadline_ms=max(1, int(deadline_seconds * 1000))

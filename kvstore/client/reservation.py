@@ -28,8 +28,9 @@ from kvstore.types import FINGERPRINT_BYTES, BlockStatus, ByteArray
 
 @dataclass(frozen=True)
 class SharedReservation:
-    """What another process of the same engine needs to fill its ranks' parts. Plain values: send it
-    as you like.
+    """What another process of the same engine needs to fill its ranks' parts.
+
+    Plain values: send it as you like.
     """
 
     reservation: int
@@ -42,8 +43,9 @@ class SharedReservation:
 
 
 class WriteReservation:
-    """Slots for consecutive blocks; made by `NamespaceHandle.reserve`. A context manager: leaving
-    without commit aborts.
+    """Slots for consecutive blocks; made by `NamespaceHandle.reserve`.
+
+    A context manager: leaving without commit aborts.
 
     Blocks are counted from the first one asked for. An empty one (`granted` is empty, `reason` says
     why) is what an absent daemon gives. Not thread-safe.
@@ -85,9 +87,7 @@ class WriteReservation:
         return max(0.0, self._until - time.monotonic())
 
     def share(self) -> SharedReservation:
-        """For the engine's other ranks: each opens it with `NamespaceHandle.join` and commits its
-        own rank.
-        """
+        """For the engine's other ranks: each passes it to `NamespaceHandle.join`."""
         s = self._shared
         return SharedReservation(
             s.reservation, s.boot_id, s.namespace, s.names, s.statuses, s.offsets, self.seconds_left
@@ -121,8 +121,7 @@ class WriteReservation:
         return self._life
 
     def commit(self, rank: int | None = None) -> tuple[BlockStatus, ...]:
-        """Publish; a BlockStatus for every block asked for, GRANTED where other ranks have yet to
-        report.
+        """Publish; a status a block asked for, GRANTED where other ranks have yet to come.
 
         `rank`: only that rank's part is filled. None: all of them are. Raises ReservationUnknown
         (expired, ended), PeerGone, Unavailable; the blocks are then not stored.
@@ -158,8 +157,9 @@ class WriteReservation:
         return tuple(self.statuses)
 
     def abort(self) -> None:
-        """Give the slots back; also the word that no copy is under way. Queued; a second time is a
-        no-op.
+        """Give the slots back; also the word that no copy is under way.
+
+        Queued; a second time is a no-op.
         """
         if self._life is not None:
             self._keeper.abort(self._life, self._shared.reservation)
@@ -193,9 +193,7 @@ def reserve_named(
     names: bytes,
     deadline_seconds: float | None = None,
 ) -> SharedReservation:
-    """Ask for slots for the blocks of `names`, which follow `parent`; raises what the call
-    raises.
-    """
+    """Ask for slots for the blocks of `names`, which follow `parent`."""
     request = pb.ReserveRequest(
         client=life.client, namespace=namespace, parent=parent, fingerprints=names
     )

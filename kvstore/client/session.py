@@ -158,8 +158,9 @@ class Session:
     # ------------------------------------------------------------------ namespaces
 
     def register(self, declaration: Declaration) -> None:
-        """Declare now if attached, and in every later life. Raises NamespaceConflict,
-        InvalidRequest.
+        """Declare now if attached, and in every later life.
+
+        Raises NamespaceConflict, InvalidRequest.
         """
         self._declarations[declaration.id] = declaration
         life = self.life
@@ -171,8 +172,9 @@ class Session:
             _log.debug("declaring later", namespace=declaration.id.hex()[:16])
 
     def declared(self, life: Life, declaration: Declaration) -> Declared:
-        """The daemon's answer for this namespace in `life`. Raises the refusal, or PeerGone and the
-        like.
+        """The daemon's answer for this namespace in `life`.
+
+        Raises the refusal, or PeerGone and the like.
         """
         known = life.namespaces.get(declaration.id)
         if known is None:

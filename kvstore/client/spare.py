@@ -111,17 +111,16 @@ class SpareSlots:
         return taken
 
     def want(self, count: int) -> None:
-        """A store of `count` blocks was made: keep enough for others like it. Not before its own
-        slots are taken, or the refill would compete with it for the last ones.
+        """A store of `count` blocks was made: keep enough for others like it.
+
+        Not before its own slots are taken, or the refill would compete with it for the last ones.
         """
         with self._lock:
             self._last_taken = self._now()
             self._largest = max(self._largest, count)
 
     def settle(self, reserved: Reserved, count: int) -> bool:
-        """`count` busy slots of `reserved` are about to be named in a commit; True: it is the last
-        one.
-        """
+        """`count` busy slots are about to be named in a commit. True: it is the last one."""
         with self._lock:
             reserved.busy -= count
             is_last = not reserved.busy and (reserved.is_retired or not reserved.free)
@@ -138,9 +137,7 @@ class SpareSlots:
                 self._end_if_done(spare.reserved)
 
     def failed(self, reserved: Reserved) -> None:
-        """A commit after `settle` did not get through: take no more from this reservation, end
-        it.
-        """
+        """A commit after `settle` did not get through: the reservation ends."""
         with self._lock:
             if reserved in self._all:
                 self._retire(reserved)
@@ -219,9 +216,7 @@ class SpareSlots:
         self._end_if_done(reserved)
 
     def _end_if_done(self, reserved: Reserved) -> None:
-        """A retired reservation with no copy under way: the Abort says so, which frees its
-        slots.
-        """
+        """A retired reservation with no copy under way is aborted: that frees its slots."""
         if reserved.is_retired and not reserved.busy and reserved in self._all:
             self._forget(reserved)
             self._abort(reserved.life, reserved.id)

@@ -31,8 +31,9 @@ from kvstore.types import FINGERPRINT_BYTES, BlockStatus
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """One store: `rows[i]` is the block named `names[32 i : 32 i + 32]`; the first follows
-    `parent`.
+    """One store.
+
+    `rows[i]` is the block named `names[32 i : 32 i + 32]`; the first follows `parent`.
     """
 
     life: Life
