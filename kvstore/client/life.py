@@ -132,7 +132,7 @@ class Life:
         return self.directory is not None and self.directory.boot_id == self.boot_id
 
     def writer_begins(self) -> bool:
-        """Before the first byte is written into the arena. False: the life is over, write nothing."""
+        """Before the first byte is written into the arena. False: it is over, write nothing."""
         with self._guard:
             if self.is_over:
                 return False
