@@ -378,12 +378,23 @@ class ReservationTable:
         """Whether `client` is to get no reservation until it acknowledges earlier ones."""
         return self.quarantined_bytes(client) >= self._quarantine_bytes_max
 
+    @property
+    def unnamed_slots(self) -> int:
+        """Slots of all anonymous reservations: granted, and no row's yet."""
+        every = self._reservations.values()
+        return sum(found.slots_left for found in every if found.is_anonymous)
+
+    @property
+    def quarantined_slots(self) -> int:
+        """Slots held back because a writer may still be at them."""
+        return sum(hold.slots.size for hold in self._holds.values())
+
     def statistics(self) -> dict[str, int]:
         """What is reserved and held now, and counters since the start."""
         return {
             "active": len(self._reservations),
             "slots": sum(found.slots_left for found in self._reservations.values()),
-            "quarantined_slots": sum(hold.slots.size for hold in self._holds.values()),
+            "quarantined_slots": self.quarantined_slots,
             "quarantined_bytes": sum(hold.bytes for hold in self._holds.values()),
             **self._counts,
         }

@@ -18,16 +18,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstore.arrays import distinct
 from kvstore.blockio import page_aligned
+from kvstore.catalog import ABSENT_ROW
 from kvstore.errors import DataError, TierError
+from kvstore.index import Delete
+from kvstore.laws import check_slices
 from kvstore.layout import BlockLayout
 from kvstore.logs import get_logger
-from kvstore.store import READY, Store
+from kvstore.store import ABSENT, READY, Store
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import IntArray, UIntArray
 
 SLICE_BLOCKS = 64
 SLICE_BYTES = 32 << 20
+SLICE_RECORDS = 1024
 
 
 @dataclass
@@ -64,9 +69,9 @@ class Scrubber:
 
     async def verify(self, *, payloads: bool, fix: bool) -> AsyncIterator[Progress]:
         """Yield progress with findings; with `fix`, blocks that cannot be served are dropped."""
-        store = self._store
-        self._store.check_integrity()
-        nvme, columns = store.nvme, store.catalog
+        for _ in check_slices(self._store):
+            await asyncio.sleep(0)
+        nvme, columns = self._store.nvme, self._store.catalog
         if nvme is None:
             yield Progress(0, 0, is_done=True)
             return
@@ -79,8 +84,7 @@ class Scrubber:
                 await self._drop(list(bad))
             checked += len(rows)
             yield Progress(checked, max(total, checked), list(bad.values()))
-        loop = asyncio.get_running_loop()
-        strays = await loop.run_in_executor(self._workers, nvme.stray_records, self._known_names())
+        strays = await self._strays(nvme)
         findings = [
             f"record {name.hex()[:16]}… is in the index, not in the catalog" for name, _ in strays
         ]
@@ -91,21 +95,35 @@ class Scrubber:
     async def _drop(self, rows: list[int]) -> None:
         """Damaged blocks and what is reachable only through them leave catalog and index."""
         store, columns, nvme = self._store, self._store.catalog, self._store.nvme
-        for row in rows:
-            doomed = store.descent_of(row)
-            records = [
-                (columns.fingerprints[item].tobytes(), int(columns.nvme_generation[item]))
-                for item in doomed.tolist()
-                if columns.nvme_state[item] == READY
-            ]
-            store.condemn(doomed, "checksum")
-            if nvme is not None and records:
-                await asyncio.wrap_future(nvme.forget(records))
+        if not rows or nvme is None:
+            return
+        doomed = distinct(np.concatenate([store.descent_of(row) for row in rows]))
+        # All of it before the first wait: later these numbers may be other blocks' rows.
+        records = [
+            (columns.fingerprints[row].tobytes(), int(columns.nvme_generation[row]))
+            for row in doomed[columns.nvme_state[doomed] == READY].tolist()
+        ]
+        store.condemn(doomed, "checksum")
+        await asyncio.wrap_future(nvme.forget(records))
 
-    def _known_names(self) -> set[bytes]:
-        columns = self._store.catalog
-        rows = np.flatnonzero(columns.nvme_state[: columns.rows_end] != 0)
-        return {name.tobytes() for name in columns.fingerprints[rows]}
+    async def _strays(self, nvme: NvmeTier) -> list[Delete]:
+        """Records whose write the catalog knows nothing of. What came or went during the scan is
+        none: it is looked at again.
+        """
+        columns, loop = self._store.catalog, asyncio.get_running_loop()
+        names, generations = await loop.run_in_executor(self._workers, nvme.recorded)
+        suspects: list[Delete] = []
+        for start in range(0, len(names), SLICE_RECORDS):
+            part = slice(start, start + SLICE_RECORDS)
+            rows = columns.rows(names[part])
+            unknown = (rows == ABSENT_ROW) | (columns.nvme_state[rows] == ABSENT)
+            unknown |= columns.nvme_generation[rows] != generations[part]
+            suspects += [
+                (names[at].tobytes(), int(generations[at]))
+                for at in (np.flatnonzero(unknown) + start).tolist()
+            ]
+            await asyncio.sleep(0)
+        return await loop.run_in_executor(self._workers, nvme.still_recorded, suspects)
 
     def _slice(self, start: int, payloads: bool) -> tuple[IntArray, int]:
         """READY NVMe rows from `start` on, bounded in number and (with payloads) bytes; where to
@@ -146,10 +164,12 @@ class Scrubber:
             )
         finally:
             columns.pins[rows] -= 1
+        # What was deleted or cleared meanwhile need not be whole any more.
+        still = store.is_current(rows) & (columns.nvme_state[rows] == READY)
         return {
             row: finding
-            for row, finding in zip(rows.tolist(), findings, strict=True)
-            if finding is not None
+            for row, finding, is_due in zip(rows.tolist(), findings, still.tolist(), strict=True)
+            if finding is not None and is_due
         }
 
     def _read_all(self, nvme: NvmeTier, jobs: list[_Job], payloads: bool) -> list[str | None]:

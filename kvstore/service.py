@@ -22,6 +22,7 @@ from kvstore.catalog import ABSENT_ROW
 from kvstore.clock import Clock
 from kvstore.config import Config
 from kvstore.errors import Draining, InvalidRequest, KVStoreError, LeaseError
+from kvstore.laws import check_slices
 from kvstore.layout import BlockLayout
 from kvstore.logs import get_logger, tell_held_back
 from kvstore.loop_lag import LoopLag
@@ -357,7 +358,7 @@ class Service:
             if self._integrity is None:
                 if now < self._integrity_at or self.mover.is_busy:
                     return
-                self._integrity = self.store.check_slices()
+                self._integrity = check_slices(self.store)
             try:
                 next(self._integrity)
             except StopIteration:

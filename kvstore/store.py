@@ -8,7 +8,6 @@ Primitives of `Store`, all synchronous and on the daemon's loop:
   `drop_host`, `forget`  replicas leave
   `condemn`       rows that may never match again (deleted, damaged); `reclaim_slice` frees what
                   they hold
-  `check_slices`  the invariants, resumable
 
 Writes live in writes.py, room-making in room.py, movement between tiers in mover.py and
 writebehind.py.
@@ -18,7 +17,7 @@ Nothing here awaits, reads a clock, or touches bytes of blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -398,21 +397,3 @@ class Store:
             self._reclaim_from = 0 if self._reclaim_again else None
             self._reclaim_again = False
         return self._reclaim_from is not None
-
-    # ------------------------------------------------------------------ integrity
-
-    def check_slices(self) -> Iterator[None]:
-        """Verify the invariants, a bounded piece a step. Raises InvariantViolated."""
-        if self.host is not None:
-            self.host.check_integrity()
-            yield
-        if self.nvme is not None:
-            self.nvme.check_integrity()
-            yield
-        yield from self.catalog.check_integrity()
-        yield from self.leases.check_integrity(self.catalog)
-
-    def check_integrity(self) -> None:
-        """All of it at once; tests call this at their end."""
-        for _ in self.check_slices():
-            pass

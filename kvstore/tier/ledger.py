@@ -30,7 +30,7 @@ from kvstore.tier import superblock as superblocks
 from kvstore.tier.base import Slots
 from kvstore.tier.recover import Records, open_index, pack_record, rebuild, usable_records
 from kvstore.tier.segments import Segments
-from kvstore.types import NamespaceKind, UIntArray
+from kvstore.types import ByteArray, NamespaceKind, UIntArray
 
 GENERATIONS_PER_LIFE = 1 << 32
 
@@ -164,13 +164,18 @@ class Ledger:
                 f"the index holds no record of write {generation} in NVMe slot {slot}"
             )
 
-    def stray_records(self, known: set[bytes]) -> list[Delete]:
-        """(fingerprint, generation) of the index's records that are not in `known`."""
+    def recorded(self) -> tuple[ByteArray, UIntArray]:
+        """Names uint8[n, 32] and generations uint64[n] of every record. Raises IndexDamaged."""
         names, records = self._index.scan()
+        return names, records["generation"].astype(np.uint64)
+
+    def still_recorded(self, records: Sequence[Delete]) -> list[Delete]:
+        """Those of (fingerprint, generation) that the index holds now. Raises IndexDamaged."""
+        found = [self._index.get(name) for name, _ in records]
         return [
-            (name.tobytes(), int(generation))
-            for name, generation in zip(names, records["generation"], strict=True)
-            if name.tobytes() not in known
+            record
+            for record, held in zip(records, found, strict=True)
+            if held is not None and int(held["generation"]) == record[1]
         ]
 
     def load_namespaces(self) -> list[NamespaceRecord]:

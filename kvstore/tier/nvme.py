@@ -315,9 +315,13 @@ class NvmeTier:
         """The index holds this block there. Raises GenerationMismatch."""
         self._ledger.check_record(name, slot, generation)
 
-    def stray_records(self, known: set[bytes]) -> list[Delete]:
-        """(fingerprint, generation) of the index's records that are not in `known`."""
-        return self._ledger.stray_records(known)
+    def recorded(self) -> tuple[ByteArray, UIntArray]:
+        """Names uint8[n, 32] and generations uint64[n] of every record. Worker thread."""
+        return self._ledger.recorded()
+
+    def still_recorded(self, records: Sequence[Delete]) -> list[Delete]:
+        """Those of (fingerprint, generation) that the index holds now. Worker thread."""
+        return self._ledger.still_recorded(records)
 
     def load_namespaces(self) -> list[NamespaceRecord]:
         """All that were ever declared here, in index order."""

@@ -671,12 +671,15 @@ def test_namespaces_survive_in_either_copy(directory):
     again.close()
 
 
-def test_records_the_store_does_not_know_are_found(blocks, tier):
+def test_the_index_tells_what_it_holds(blocks, tier):
     blocks.fill(range(4))
-    strays = tier.stray_records({name_of(0), name_of(2)})
-    assert sorted(strays) == sorted(
-        (name_of(seed), blocks.held[seed][1].generation) for seed in (1, 3)
-    )
+    wanted = [(name_of(seed), blocks.held[seed][1].generation) for seed in range(4)]
+    names, generations = tier.recorded()
+    told = zip([name.tobytes() for name in names], generations.tolist(), strict=True)
+    assert sorted(told) == sorted(wanted)
+    blocks.drop(2)
+    other = (wanted[1][0], wanted[1][1] + 1)
+    assert tier.still_recorded([*wanted, other, (name_of(9), 1)]) == wanted[:2] + wanted[3:]
 
 
 # ---------------------------------------------------------------------- the cap and the disk
