@@ -139,6 +139,7 @@ def test_rows_are_used_again_without_traces(catalog):
 
 
 def test_many_rows_at_once_with_parents_in_any_order(catalog):
+    chain(catalog, 8, 9)
     rows = catalog.add_many(
         np.frombuffer(names(1, 2, 3, 4, 5), np.uint8).reshape(5, 32),
         parents=np.array([3, 3, 0, -1, 3]),
