@@ -34,7 +34,8 @@ class LoopLag:
         kept = self._delays[: min(self._count, SAMPLES)]
         if not len(kept):
             return {"p50_ms": 0.0, "p99_ms": 0.0, "max_ms": 0.0}
-        p50, p99 = np.percentile(kept, [50, 99])
+        ranked = np.sort(kept)
+        p50, p99 = ranked[len(ranked) // 2], ranked[len(ranked) * 99 // 100]
         return {
             "p50_ms": round(float(p50) * 1e3, 3),
             "p99_ms": round(float(p99) * 1e3, 3),

@@ -7,8 +7,8 @@ Pure: time and random numbers come as arguments. A policy changes nothing but th
 and `last_use`; the picker changes nothing at all: evicting what it returns is the caller's.
 
 Leaf first: a block whose child has a replica in the same tier stays, and so does the only replica
-of a block with a child in the host tier: no tier holds blocks that nothing leads to. Namespaces in
-`leaf_exempt` (flat, sliding window) need no parents.
+of a block with a child in the host tier: no tier holds blocks that nothing leads to. In the host
+tier a copy on NVMe is way enough. Namespaces in `leaf_exempt` (flat, sliding window) need none.
 """
 
 from __future__ import annotations
@@ -237,6 +237,9 @@ class VictimPicker:
         is_leaf: BoolArray = catalog.replicas(tier).children[where] == 0
         if tier == Tier.NVME:
             is_leaf &= (catalog.host_children[where] == 0) | (catalog.host_state[where] != _ABSENT)
+        else:
+            # The copy below keeps the way to its children open.
+            is_leaf |= catalog.nvme_state[where] == _READY
         if np.count_nonzero(is_leaf) < is_leaf.size:
             is_leaf |= self._leaf_exempt[catalog.namespace[where]]
         return is_leaf

@@ -14,27 +14,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
 from kvstore.catalog import ABSENT_ROW
-from kvstore.errors import DataError, TierError, TierFull
+from kvstore.errors import DataError, Overloaded, TierError
+from kvstore.layout import Part
 from kvstore.logs import get_logger
 from kvstore.namespaces import Namespace
 from kvstore.nvme_room import NvmeRoom, WriteBudget
 from kvstore.segment import FrameFields
-from kvstore.store import ABSENT, COMMITTED, DRAINING, FILLING, READY, Store
+from kvstore.store import ABSENT, COMMITTED, DRAINING, FILLING, NO_ROWS, READY, Store
 from kvstore.tier.nvme import NvmeTier
-from kvstore.types import BoolArray, IntArray, ReplicaState, Tier
+from kvstore.types import BoolArray, ByteArray, IntArray, ReplicaState, Tier
 
 BATCH_BYTES = 32 << 20
 BATCH_BLOCKS_MAX = 256
 """A batch shares one fdatasync a segment and one index transaction (which takes 256 records)."""
+LUMP_BYTES = 4 << 20
 YIELD_TO_LOADS_SECONDS = 0.05
 """Longest wait for running loads before a batch goes out all the same."""
 FLUSH_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """One frame to write; `payload` is the host slot, pinned until its outcome is known."""
+
+    slot: int
+    frame: FrameFields
+    parts: tuple[Part, ...]
+    payload: ByteArray
 
 
 class WriteBehind:
@@ -62,7 +76,8 @@ class WriteBehind:
         self._flushes = 0
         self._work = asyncio.Event()
         self._progress = asyncio.Event()
-        self._inflight = 0
+        self._writing: IntArray = NO_ROWS
+        """Rows of the batch under way."""
         self._is_draining = False
         self._drained = asyncio.Event()
         self._budget = WriteBudget(store.config.nvme.write_bytes_per_hour_max, clock())
@@ -72,7 +87,7 @@ class WriteBehind:
 
     @property
     def queued_blocks(self) -> int:
-        return len(self._queue) + self._inflight
+        return len(self._queue) + len(self._writing)
 
     # ------------------------------------------------------------------ what to write
 
@@ -97,15 +112,15 @@ class WriteBehind:
     def _skip(self, reason: str, count: int = 1) -> None:
         self._store.counters.add(f"write_skipped_blocks:{reason}", count)
 
-    def _ancestry(self, row: int) -> list[int] | None:
-        """`row` with its ancestors that lack an NVMe copy, root first; None when one of them is
-        lost.
+    def _ancestry(self, row: int, chosen: set[int]) -> list[int] | None:
+        """`row` with its ancestors that lack an NVMe copy and are not in `chosen`, root first; None
+        when one of them is lost.
         """
         columns = self._store.catalog
         if not self._store.namespaces.at(int(columns.namespace[row])).is_prefix_closed:
             return [row]
         path: list[int] = []
-        while row >= 0 and columns.nvme_state[row] != READY:
+        while row >= 0 and row not in chosen and columns.nvme_state[row] != READY:
             if columns.nvme_state[row] == DRAINING:
                 return None
             if columns.nvme_state[row] != FILLING:
@@ -119,7 +134,8 @@ class WriteBehind:
         """Rows to write now: each after its ancestors, within the batch's bounds and the write
         budget.
         """
-        store, columns, now = self._store, self._store.catalog, self._now()
+        columns, now = self._store.catalog, self._now()
+        clear_counts = self._store.namespaces.clear_counts
         batch: list[int] = []
         chosen: set[int] = set()
         size = 0
@@ -130,15 +146,13 @@ class WriteBehind:
                 if columns.nvme_state[row] == ABSENT:
                     self._skip("gone")
                 continue
-            path = self._ancestry(row)
+            path = self._ancestry(row, chosen)
             if path is None:
                 self._skip("no_parent")
                 continue
             for item in path:
                 length = int(columns.length[item])
-                if item in chosen:
-                    continue
-                if not store.is_current(np.array([item]))[0]:
+                if columns.clear_count[item] != clear_counts[columns.namespace[item]]:
                     break
                 if not self._budget.take(length, now):
                     self._skip("write_budget")
@@ -167,11 +181,11 @@ class WriteBehind:
                 await self._yield_to_loads()
             batch = self._next_batch()
             if batch:
-                self._inflight = len(batch)
+                self._writing = np.array(batch, np.int64)
                 try:
-                    await self._write(batch)
+                    await self._write(self._writing)
                 finally:
-                    self._inflight = 0
+                    self._writing = NO_ROWS
             self._tell()
 
     async def _yield_to_loads(self) -> None:
@@ -185,12 +199,11 @@ class WriteBehind:
         self._progress.set()
         self._progress = asyncio.Event()
 
-    async def _write(self, batch: list[int]) -> None:
+    async def _write(self, rows: IntArray) -> None:
         """One batch: slots, frames on worker threads, fdatasync, index record, READY in chain
         order.
         """
         store, columns = self._store, self._store.catalog
-        rows = np.array(batch, np.int64)
         columns.pins[rows] += 1
         try:
             slots = await self._slots(rows)
@@ -200,8 +213,8 @@ class WriteBehind:
                 rows = rows[: len(slots)]
             if not len(rows):
                 return
-            written = await self._write_frames(rows, slots)
-            await self._record(rows, slots, written)
+            frames, written = await self._write_frames(rows, slots)
+            await self._record(rows, slots, frames, written)
         finally:
             columns.pins[rows] -= 1
         done = rows[columns.nvme_state[rows] == READY]
@@ -211,56 +224,80 @@ class WriteBehind:
 
     async def _slots(self, rows: IntArray) -> IntArray:
         """NVMe slots for `rows` in order, evicting for them; fewer when there is no room."""
-        columns = self._store.catalog
+        sizes = [self._nvme.slot_bytes_for(int(length)) for length in self._lengths(rows)]
         slots: list[int] = []
-        for row in rows.tolist():
-            size = self._slot_bytes(int(columns.length[row]))
-            got = self._nvme.take(size, 1)
+        while len(slots) < len(sizes):
+            size = sizes[len(slots)]
+            alike = len(list(takewhile(size.__eq__, sizes[len(slots) :])))
+            got = self._nvme.take(size, alike)
             if not got:
-                await self._room.make_room(size, min(len(rows) - len(slots), BATCH_BLOCKS_MAX))
-                got = self._nvme.take(size, 1)
+                await self._room.make_room(size, alike)
+                got = self._nvme.take(size, alike)
             if not got:
                 break
             slots += got
         return np.array(slots, np.int64)
 
-    def _slot_bytes(self, length: int) -> int:
-        return self._nvme.slot_bytes_for(length)
+    def _lengths(self, rows: IntArray) -> list[int]:
+        lengths: list[int] = self._store.catalog.length[rows].tolist()
+        return lengths
 
-    async def _write_frames(self, rows: IntArray, slots: IntArray) -> BoolArray:
+    async def _write_frames(
+        self, rows: IntArray, slots: IntArray
+    ) -> tuple[list[FrameFields], BoolArray]:
+        """Every row's frame, and which of them are on the medium."""
         store, columns = self._store, self._store.catalog
         generations = self._nvme.next_generations(len(rows))
         columns.set_nvme(rows, ReplicaState.FILLING, slots, generations)
-        loop = asyncio.get_running_loop()
-        jobs = []
-        for index, row in enumerate(rows.tolist()):
-            namespace = store.namespaces.at(int(columns.namespace[row]))
-            frame = self._frame(row, namespace, int(generations[index]))
-            view = store.host_tier.view(int(columns.host_slot[row]), namespace.layout.block_bytes)
-            jobs.append(
-                loop.run_in_executor(
-                    self._workers,
-                    self._nvme.write,
-                    int(slots[index]),
-                    frame,
-                    namespace.layout.parts,
-                    view,
-                )
+        jobs = [
+            self._job(row, slot, generation)
+            for row, slot, generation in zip(
+                rows.tolist(), slots.tolist(), generations.tolist(), strict=True
             )
-        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
+        ]
+        loop = asyncio.get_running_loop()
+        lumps = await asyncio.gather(
+            *(
+                loop.run_in_executor(self._workers, self._write_lump, lump)
+                for lump in _lumps(jobs, self._store.config.nvme.writers)
+            )
+        )
+        outcomes = [outcome for lump in lumps for outcome in lump]
         written = np.array([outcome is None for outcome in outcomes], np.bool_)
         for row, outcome in zip(rows.tolist(), outcomes, strict=True):
             if isinstance(outcome, DataError):
                 store.condemn_damaged(row, "checksum")
-            elif outcome is not None and not isinstance(outcome, TierError):
-                raise outcome
         failed = [outcome for outcome in outcomes if outcome is not None]
         if failed:
-            self._skip("io", len(failed))
-            self._log.warning("writing to NVMe failed", blocks=len(failed), error=str(failed[0]))
+            self._failed("writing to NVMe failed", len(failed), failed[0])
         if written.any():
-            await loop.run_in_executor(self._workers, self._nvme.sync, slots[written])
-        return written
+            try:
+                await loop.run_in_executor(self._workers, self._nvme.sync, slots[written])
+            except TierError as error:
+                self._failed("what was written to NVMe is not safe", int(written.sum()), error)
+                written[:] = False
+        return [job.frame for job in jobs], written
+
+    def _job(self, row: int, slot: int, generation: int) -> _Job:
+        store, columns = self._store, self._store.catalog
+        namespace = store.namespaces.at(int(columns.namespace[row]))
+        view = store.host_tier.view(int(columns.host_slot[row]), namespace.layout.block_bytes)
+        return _Job(slot, self._frame(row, namespace, generation), namespace.layout.parts, view)
+
+    def _write_lump(self, jobs: Sequence[_Job]) -> list[DataError | TierError | None]:
+        """Worker thread: an outcome a frame."""
+        outcomes: list[DataError | TierError | None] = []
+        for job in jobs:
+            try:
+                self._nvme.write(job.slot, job.frame, job.parts, job.payload)
+                outcomes.append(None)
+            except (DataError, TierError) as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _failed(self, event: str, blocks: int, error: BaseException) -> None:
+        self._skip("io", blocks)
+        self._log.warning(event, blocks=blocks, error=str(error))
 
     def _frame(self, row: int, namespace: Namespace, generation: int) -> FrameFields:
         columns = self._store.catalog
@@ -278,12 +315,15 @@ class WriteBehind:
             uses=int(columns.uses[row]),
         )
 
-    async def _record(self, rows: IntArray, slots: IntArray, written: BoolArray) -> None:
+    async def _record(
+        self, rows: IntArray, slots: IntArray, frames: list[FrameFields], written: BoolArray
+    ) -> None:
         """Commit index records of the written frames whose parent made it; the others give their
         slot back.
         """
         store, columns = self._store, self._store.catalog
-        failed = set(rows[~written].tolist())
+        # What was deleted or cleared meanwhile would come back with the next life.
+        failed = set(rows[~written | ~store.is_current(rows)].tolist())
         keep: list[int] = []
         for index, row in enumerate(rows.tolist()):
             parent = int(columns.parent[row])
@@ -294,18 +334,10 @@ class WriteBehind:
                 keep.append(index)
         try:
             if keep:
-                frames = [
-                    self._frame(
-                        int(rows[index]),
-                        store.namespaces.at(int(columns.namespace[rows[index]])),
-                        int(columns.nvme_generation[rows[index]]),
-                    )
-                    for index in keep
-                ]
-                await asyncio.wrap_future(self._nvme.record(frames, slots[keep]))
-        except TierFull as error:
-            self._skip("io", len(keep))
-            self._log.warning("the NVMe index is full", error=str(error))
+                kept = [frames[index] for index in keep]
+                await asyncio.wrap_future(self._nvme.record(kept, slots[keep]))
+        except (TierError, Overloaded) as error:
+            self._failed("the NVMe index took no records", len(keep), error)
             keep = []
         good = np.zeros(len(rows), np.bool_)
         good[keep] = True
@@ -338,10 +370,8 @@ class WriteBehind:
             while True:
                 rows = store.rows_of(namespace, names)
                 known = rows[rows != ABSENT_ROW]
-                coming = (columns.host_state[known] == COMMITTED) | (
-                    columns.nvme_state[known] == FILLING
-                )
-                coming |= np.isin(known, list(self._queued))
+                coming = columns.host_state[known] == COMMITTED
+                coming |= np.isin(known, [*self._queued, *self._writing.tolist()])
                 left = deadline - self._now()
                 if not coming.any() or left <= 0:
                     result: BoolArray = store.is_current(rows) & (columns.nvme_state[rows] == READY)
@@ -360,3 +390,14 @@ class WriteBehind:
     async def drained(self) -> None:
         """Returns when everything queued before `drain` is durable or skipped."""
         await self._drained.wait()
+
+
+def _lumps(jobs: Sequence[_Job], writers: int) -> Iterator[Sequence[_Job]]:
+    """Neighbours for one worker: large frames one by one, small ones by the handful."""
+    start, size = 0, 0
+    most = max(1, -(-len(jobs) // (2 * writers)))
+    for at, job in enumerate(jobs):
+        size += job.frame.length
+        if size >= LUMP_BYTES or at + 1 - start >= most or at + 1 == len(jobs):
+            yield jobs[start : at + 1]
+            start, size = at + 1, 0

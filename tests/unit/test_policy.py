@@ -91,7 +91,7 @@ def test_a_queued_victim_that_was_used_or_leased_meanwhile_stays(host):
 def test_each_tier_has_its_own_leaves(host):
     rows = host.chain(3, 1.0)
     host.catalog.set_nvme(rows[:2], READY, np.array([5, 6]), np.array([1, 1], np.uint64))
-    assert host.pick(3, Tier.HOST) == [rows[2]]
+    assert host.pick(3, Tier.HOST) == [rows[2], rows[1], rows[0]]  # a copy below is way enough
     assert host.pick(3, Tier.NVME) == [rows[1]]
 
 
