@@ -15,9 +15,11 @@ import gc
 import os
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import numpy as np
@@ -34,6 +36,7 @@ from kvstore.assembly import (
     new_id,
     open_host,
     open_nvme,
+    remove_stale_socket,
 )
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import Config
@@ -44,8 +47,11 @@ from kvstore.rpc import control_pb2, control_pb2_grpc
 from kvstore.rpc.server import ControlServicer
 from kvstore.service import Service
 from kvstore.store import Store
+from kvstore.tier.host import HostTier
+from kvstore.tier.nvme import NvmeTier
 
 EXIT_OK, EXIT_FATAL, EXIT_REFUSED = 0, 1, 2
+SWITCH_SECONDS = 0.0005
 WATCHDOG_EXTRA_SECONDS = 4.0
 """The process ends at the latest this long after the drain time, whatever hangs."""
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
@@ -61,6 +67,7 @@ class Daemon:
         self.service: Service
         self.recovered: Recovered | None = None
         self._locks: list[FileLock] = []
+        self._tiers: list[HostTier | NvmeTier] = []
         self._pools: list[ThreadPoolExecutor] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
@@ -71,12 +78,15 @@ class Daemon:
 
     async def start(self) -> None:
         """Everything up to SERVING. Raises ConfigError, TierError; then nothing is left behind."""
+        asyncio.get_running_loop().set_exception_handler(self._unhandled)
         # Collections while recovery fills the catalog would look at every record and free nothing.
         gc.disable()
         try:
             self._take_locks()
             nvme = open_nvme(self.config, self.clock) if self.config.nvme.enabled else None
+            self._tiers += [] if nvme is None else [nvme]
             host = open_host(self.config, self.boot_id) if self.config.host.bytes else None
+            self._tiers += [] if host is None else [host]
             store = make_store(self.config, host, nvme)
             if nvme is not None:
                 self.recovered = recover(store, nvme)
@@ -95,6 +105,7 @@ class Daemon:
         if self.config.nvme.enabled:
             self._locks.append(lock_data(self.config))
         self._locks.append(FileLock(socket.with_name(socket.name + ".lock"), {"pid": os.getpid()}))
+        remove_stale_socket(socket)
 
     def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvstore-{name}")
@@ -131,6 +142,14 @@ class Daemon:
         task.add_done_callback(self._task_ended)
         self._tasks.append(task)
 
+    def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What a callback or a forgotten task raised: ours is fatal, the rest is told."""
+        error = context.get("exception")
+        if isinstance(error, InvariantViolated):
+            self.fail(error)
+        else:
+            loop.default_exception_handler(context)
+
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
@@ -138,8 +157,6 @@ class Daemon:
     async def _listen(self) -> None:
         config = self.config
         path = config.daemon.socket_path
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=config.limits.calls_inflight_max,
             options=[
@@ -214,10 +231,8 @@ class Daemon:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
-        if service is not None:
-            for tier in (service.store.nvme, service.store.host):
-                if tier is not None:
-                    tier.close()
+        for tier in self._tiers:
+            tier.close()
         with contextlib.suppress(FileNotFoundError):
             if hasattr(self, "_server"):
                 self.config.daemon.socket_path.unlink()
@@ -235,11 +250,6 @@ def _watchdog(seconds: float) -> None:
 async def _serve(config: Config, on_ready: Callable[[Daemon], None]) -> int:
     daemon = Daemon(config)
     log = get_logger("daemon")
-    try:
-        await daemon.start()
-    except (KVStoreError, OSError) as error:
-        log.error("refused to start", reason=str(error))
-        return EXIT_REFUSED
     loop = asyncio.get_running_loop()
 
     def on_signal(name: str) -> None:
@@ -249,6 +259,11 @@ async def _serve(config: Config, on_ready: Callable[[Daemon], None]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number.name)
+    try:
+        await daemon.start()
+    except (KVStoreError, OSError) as error:
+        log.error("refused to start", reason=str(error))
+        return EXIT_REFUSED
     on_ready(daemon)
     code = await daemon.wait()
     await daemon.stop()
@@ -262,4 +277,6 @@ def serve(config: Config, on_ready: Callable[[Daemon], None] = lambda daemon: No
     """
     import uvloop
 
+    # Worker threads that return from a copy or a read wait at most this long for the loop.
+    sys.setswitchinterval(SWITCH_SECONDS)
     return uvloop.run(_serve(config, on_ready))

@@ -36,6 +36,7 @@ from kvstore.types import ByteArray, IntArray, ReplicaState, UIntArray
 PIECE_BYTES_MAX = 2 << 20
 """Bytes of one read: adjacent parts are read together up to this; larger reads were no faster."""
 PIECES_PER_TURN = 4
+HEAD_BLOCKS = 8
 PUBLISH_BLOCKS = 16
 ROOM_POLL_SECONDS = 0.005
 
@@ -214,10 +215,18 @@ class Mover:
         self._store.catalog.pins[held] += 1
         try:
             for number, group in enumerate(stream.groups):
-                promised = await self._promise(stream, number, group, started, deadline)
-                if promised < len(group.rows):
-                    stream.short_reason = stream.short_reason or "capacity"
-                    group.rows = group.rows[:promised]
+                promised = 0
+                for rows in _portions(group.rows, layer_order):
+                    wait_until = 0.0 if promised else deadline
+                    got = await self._promise(stream, number, promised, rows, started, wait_until)
+                    promised += got
+                    if got < len(rows):
+                        stream.short_reason = stream.short_reason or "capacity"
+                        break
+                    if not layer_order:
+                        self._start(started, layer_order)
+                        started.clear()
+                group.rows = group.rows[:promised]
         finally:
             self._store.catalog.pins[held] -= 1
             # Also when the caller gave up: what was created is others' to join.
@@ -230,23 +239,26 @@ class Mover:
         self,
         stream: LoadStream,
         number: int,
-        group: GroupMatch,
+        first: int,
+        rows: IntArray,
         started: list[Promotion],
         deadline: float,
     ) -> int:
-        """Create or join the promotion of each row; return how many blocks are promised."""
-        columns = self._store.catalog
-        missing = int(np.count_nonzero(columns.host_state[group.rows] == ABSENT))
-        slots = await self._slots(group.namespace, missing, deadline)
-        readable = self._store.is_readable(group.rows)
-        rows = group.rows if readable.all() else group.rows[: int(readable.argmin())]
-        started += self._create(group.namespace, rows, slots)
-        for block, row in enumerate(rows.tolist()):
+        """Create or join the promotion of each of `rows`, which are blocks `first` and on of group
+        `number`; return how many of them are promised.
+        """
+        columns, namespace = self._store.catalog, stream.groups[number].namespace
+        missing = int(np.count_nonzero(columns.host_state[rows] == ABSENT))
+        slots = await self._slots(namespace, missing, deadline)
+        readable = self._store.is_readable(rows)
+        rows = rows if readable.all() else rows[: int(readable.argmin())]
+        started += self._create(namespace, rows, slots)
+        for block, row in enumerate(rows.tolist(), first):
             promotion = self._running.get(row)
             if promotion is None and columns.host_state[row] == READY:
                 continue
             if promotion is None or promotion.failure is not None:
-                return block
+                return block - first
             promotion.listeners.append((stream, number, block))
             stream.blocks_missing += 1
             stream.blocks_unread += bool(promotion.parts_missing)
@@ -394,6 +406,12 @@ class Mover:
     def close(self) -> None:
         """Refuse new loads; those running end by themselves."""
         self.is_closing = True
+
+
+def _portions(rows: IntArray, layer_order: bool) -> list[IntArray]:
+    """The first few blocks are read while room is made for the rest; in layer order all at once."""
+    cut = len(rows) if layer_order else min(len(rows), HEAD_BLOCKS)
+    return [part for part in (rows[:cut], rows[cut:]) if len(part)]
 
 
 def runs_of(parts: Sequence[Part]) -> list[tuple[Part, ...]]:

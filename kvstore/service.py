@@ -219,6 +219,14 @@ class Service:
     ) -> LoadStream:
         return await self.mover.open_load(groups, layer_order=layer_order, deadline=deadline)
 
+    def load_soon(self, groups: list[GroupMatch]) -> None:
+        """Start what a Load call, which is on its way, will join. Waits for no room."""
+        task = asyncio.get_running_loop().create_task(
+            self.mover.open_load(groups, layer_order=False, deadline=0.0)
+        )
+        self._changes.add(task)
+        task.add_done_callback(self._change_ended)
+
     def release(self, client: ClientId, lease: int) -> bool:
         """Twice, or after its end: a counted no-op."""
         return self.store.leases.release(client, LeaseId(lease), self.now())

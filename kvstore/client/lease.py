@@ -265,14 +265,20 @@ def request_lease(
     wanted: Sequence[Wanted],
     prompt_tokens: int,
     deadline_seconds: float,
+    *,
+    begin_load: bool = False,
 ) -> ReadLease:
-    """Match over `wanted`; raises what the call raises."""
+    """Match over `wanted`; raises what the call raises.
+
+    `begin_load`: the caller iterates `load()` at once; the daemon need not wait for that call.
+    """
     request = pb.MatchRequest(
         client=life.client,
         groups=[pb.Group(namespace=group.namespace, fingerprints=group.joined) for group in wanted],
         prompt_tokens=prompt_tokens,
         deadline_ms=max(1, int(deadline_seconds * 1000)),
         want_lease=True,
+        begin_load=begin_load,
     )
     sent = time.monotonic()
     try:

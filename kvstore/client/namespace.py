@@ -179,15 +179,25 @@ class NamespaceHandle:
             return ReadLease(self._session, self._keeper, None, reason=reason_of(error))
 
     def _request_lease(
-        self, life: Life, declared: Declared, joined: bytes, deadline_seconds: float | None
+        self,
+        life: Life,
+        declared: Declared,
+        joined: bytes,
+        deadline_seconds: float | None,
+        *,
+        begin_load: bool = False,
     ) -> ReadLease:
         limit = self._session.deadline_seconds if deadline_seconds is None else deadline_seconds
         wanted = Wanted(self.id, joined, self.layout, declared.index)
-        return request_lease(self._session, self._keeper, life, [wanted], 0, limit)
+        return request_lease(
+            self._session, self._keeper, life, [wanted], 0, limit, begin_load=begin_load
+        )
 
     def _lease_for(self, order: Order) -> ReadLease:
         joined = order.names if self.kind is NamespaceKind.FLAT else order.joined
-        return self._request_lease(order.life, order.declared, joined, order.deadline_seconds)
+        return self._request_lease(
+            order.life, order.declared, joined, order.deadline_seconds, begin_load=True
+        )
 
     def _leading_in_host(self, names: Names) -> int:
         """The same answer as the directory's, by a call: for processors without an ordered one."""

@@ -162,18 +162,20 @@ class Group(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("client", "groups", "prompt_tokens", "deadline_ms", "want_lease")
+    __slots__ = ("client", "groups", "prompt_tokens", "deadline_ms", "want_lease", "begin_load")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     WANT_LEASE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_LOAD_FIELD_NUMBER: _ClassVar[int]
     client: int
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     prompt_tokens: int
     deadline_ms: int
     want_lease: bool
-    def __init__(self, client: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., want_lease: bool = ...) -> None: ...
+    begin_load: bool
+    def __init__(self, client: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., want_lease: bool = ..., begin_load: bool = ...) -> None: ...
 
 class GroupMatch(_message.Message):
     __slots__ = ("blocks", "first", "offsets", "generations", "tiers")

@@ -35,6 +35,7 @@ from kvstore.version import VERSION
 HELLO_SECONDS_MAX = 10.0
 GROUPS_MAX = 64
 """KV groups in one call; a model has a handful."""
+ANNOUNCE_SECONDS = 0.001
 _NO_OFFSETS = np.uint64(wire.NO_OFFSET)
 
 
@@ -204,6 +205,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             request.want_lease,
             now,
         )
+        if request.begin_load and result.lease:
+            self.service.load_soon(result.groups)
         self.service.touch_soon()
         return pb.MatchReply(
             boundary_tokens=result.boundary_tokens,
@@ -252,6 +255,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             except TimeoutError:
                 stream.short_reason = "deadline"
                 break
+            if stream.blocks_unread:
+                # What follows at once goes with the same message: one costs as much as many.
+                await asyncio.sleep(ANNOUNCE_SECONDS)
             if not stream.is_done:
                 yield self._announce(stream)
         last = self._announce(stream)
