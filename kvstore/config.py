@@ -298,6 +298,14 @@ def conflicts(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _slot_conflicts(host)
     if nvme.enabled:
         yield from _nvme_conflicts(config)
+    limits = config.limits
+    if limits.calls_inflight_max <= limits.clients_max:
+        yield (
+            "limits.calls_inflight_max",
+            f"leaves no call free: an attached client holds one, limits.clients_max is "
+            f"{limits.clients_max}",
+            "raise it, or lower limits.clients_max",
+        )
     socket = os.fsencode(config.daemon.socket_path)
     if len(socket) > SOCKET_PATH_BYTES_MAX:
         yield (

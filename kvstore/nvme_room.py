@@ -16,12 +16,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvstore.errors import TierError
+from kvstore.logs import get_logger
 from kvstore.policy import VictimPicker
 from kvstore.store import ABSENT, NO_ROWS, Store
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import IntArray, ReplicaState, Tier
 
 EVICT_BATCH_MIN = 16
+RETRY_SECONDS = 1.0
 HOUR_SECONDS = 3600.0
 
 
@@ -61,6 +64,10 @@ class NvmeRoom:
         self._deleting: set[asyncio.Task[None]] = set()
         self._still_read: IntArray = NO_ROWS
         """Rows whose record is gone and whose slot waits for the last read to end."""
+        self._undeleted: IntArray = NO_ROWS
+        """Rows whose record the disk would not let go (it is full, or fails): tried again."""
+        self._retry_at = 0.0
+        self._log = get_logger("nvme")
         self.on_freed: Callable[[], None] = lambda: None
         store.on_nvme_lost = self.lost
 
@@ -79,12 +86,21 @@ class NvmeRoom:
         await asyncio.wrap_future(self._nvme.forget(list(zip(names, generations, strict=True))))
 
     async def _delete(self, rows: IntArray) -> None:
-        await self.delete_records(rows)
+        try:
+            await self.delete_records(rows)
+        except TierError as error:
+            self._undeleted = np.concatenate([self._undeleted, rows])
+            self._retry_at = self._now() + RETRY_SECONDS
+            self._log.warning("records cannot be deleted", blocks=len(rows), error=str(error))
+            return
         self._still_read = np.concatenate([self._still_read, rows])
         self.reap()
 
     def reap(self) -> None:
         """Free the slots of deleted replicas that no job reads any more; called periodically."""
+        if len(self._undeleted) and self._now() >= self._retry_at:
+            again, self._undeleted = self._undeleted, NO_ROWS
+            self.lost(again)
         columns, rows = self._store.catalog, self._still_read
         if not len(rows):
             return
@@ -97,9 +113,12 @@ class NvmeRoom:
         self.on_freed()
 
     async def make_room(self, slot_bytes: int, count: int) -> int:
-        """Evict idle leaves of one size from NVMe; their slots are free when this returns."""
+        """Evict idle leaves of one size from NVMe; their slots are free when this returns.
+
+        0, and nothing is evicted, while the disk does not let go of earlier ones.
+        """
         held = self._nvme.slots_of_class(slot_bytes)
-        if not len(held):
+        if not len(held) or len(self._undeleted):
             return 0
         now = self._now()
         victims = self._picker.pick(held, Tier.NVME, max(count, EVICT_BATCH_MIN), now)

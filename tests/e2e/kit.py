@@ -6,6 +6,7 @@ Primitives:
   `RawClient`        the protocol without the client library: what a broken program may send
   `attempt`, `refusal`   the typed error of a call, and its status
   `assert_books`     what the daemon accounts for is what there is
+  `mounted(...)`     a small file system of its own
   `Script`           Python in a process of its own, told and asked line by line
 """
 
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
+import pytest
 
 from bench.workload import Painter, identity_of, prompt
 from kvstore.client import KVClient, LoadResult, NamespaceHandle
@@ -348,3 +350,23 @@ class Script:
 def say(value: object) -> None:
     """In a `Script`: one JSON line to whoever started it."""
     print(json.dumps(value), flush=True)
+
+
+@contextlib.contextmanager
+def mounted(directory: Path, size_bytes: int) -> Iterator[Path]:
+    """A tmpfs of that size at `directory`; the test is skipped where none may be made."""
+    directory.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=0700", "tmpfs", directory]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"may not mount: {done.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", directory], check=True)
+
+
+def bytes_used(mount: Path) -> int:
+    """What everything on that file system occupies."""
+    status = os.statvfs(mount)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
