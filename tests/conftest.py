@@ -1,4 +1,6 @@
-"""Fixtures shared by all tests: a real daemon in its own process, on a disk and a tmpfs of its own."""
+"""Fixtures shared by all tests: a real daemon in its own process, on a disk and a tmpfs of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,7 @@ def make_daemon() -> Iterator[Callable[..., DaemonProcess]]:
     made: list[DaemonProcess] = []
 
     def make(settings: dict[str, str] | None = None, **kwargs: object) -> DaemonProcess:
-        directory = Path(tempfile.mkdtemp(prefix="kvstore-", dir=os.environ.get("KVSTORE_TEST_DIR")))
+        directory = Path(tempfile.mkdtemp(prefix="kvstore-"))
         daemon = DaemonProcess(directory, {**SMALL, **(settings or {})}, **kwargs)
         made.append(daemon)
         return daemon
