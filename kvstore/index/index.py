@@ -97,6 +97,8 @@ class Index:
         self._queue_lock = threading.Lock()
         self._transactions = self._written = self._deleted = self._refused = 0
         self._is_closed = False
+        self.failure = ""
+        """Why the last transaction failed; "" when it did not."""
         self._writer = threading.Thread(target=self._run, name="kvstore-index", daemon=True)
         self._writer.start()
 
@@ -205,6 +207,7 @@ class Index:
     def _fail_left(self, group: list[_Job]) -> None:
         """The writer ends: nobody may wait for ever. After a normal close there is nobody left."""
         with self._queue_lock:
+            self.failure = "" if self._is_closed else "the index writer ended"
             self._is_closed = True
         while not self._queue.empty():
             job = self._queue.get()
@@ -241,6 +244,7 @@ class Index:
             for job in group:
                 self._commit_alone(job)
         else:
+            self.failure = ""
             for job in group:
                 job.done.set_result(None)
 
@@ -256,6 +260,7 @@ class Index:
                 self._transact([_Job(puts=job.puts, values=job.values)])
             except TierError as error:
                 failure = error
+        self.failure = "" if failure is None else str(failure)
         if failure is None:
             job.done.set_result(None)
         else:

@@ -84,6 +84,8 @@ class Capacity:
                 reason = f"{free} bytes are free, nvme.free_bytes_min={self._free_bytes_min}"
         if self._clock.monotonic() < self._full_until and held < allowed:
             allowed, reason = held, "the file system refused more space"
+        if allowed < 1 and not reason:
+            reason = f"{self._segments.bytes_max} bytes are allowed, less than one segment"
         self.allowed_slabs, self.limit_reason = max(0, allowed), reason
         return lost
 
@@ -164,7 +166,12 @@ class Capacity:
         assigned = self._assigned()
         self._closed &= assigned.keys()
         held = {slab: self._pool.slots_in_slab(slab) for slab in assigned}
-        order = sorted(held, key=lambda slab: (slab not in self._closed, len(held[slab]), -slab))
+        files = self._segments.files()
+        # Slabs whose file could not be made first: nothing is stored in them.
+        order = sorted(
+            held,
+            key=lambda slab: (slab in files, slab not in self._closed, len(held[slab]), -slab),
+        )
         leaving: list[IntArray] = []
         for slab in order:
             if surplus <= 0:

@@ -94,6 +94,11 @@ class Ledger:
         return superblock
 
     @property
+    def failure(self) -> str:
+        """Why the index takes no records; "" when it does."""
+        return self._index.failure
+
+    @property
     def lives(self) -> int:
         """Starts of this data directory, this one included."""
         return self._superblock.lives

@@ -371,6 +371,7 @@ class NvmeTier:
                 io.reserve_reason,
                 self._prove_reason and f"direct I/O {self._prove_reason}",
                 self._capacity.limit_reason and f"cannot grow: {self._capacity.limit_reason}",
+                self._ledger.failure and f"nothing becomes durable: {self._ledger.failure}",
                 self._ledger.must_rebuild and f"the index starts empty: {self._ledger.damage}",
             )
             if reason

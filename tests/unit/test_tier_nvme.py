@@ -801,6 +801,36 @@ def test_no_space_from_the_file_system_stops_growth_and_heals(directory):
     tier.close()
 
 
+def test_a_disk_without_room_for_one_segment_is_told():
+    with small_filesystem(3 * MIB) as mount:
+        tier = open_tier(mount / "data", free_bytes_min=0, index_map_bytes=16 * MIB)
+        assert tier.take(tier.slot_bytes_for(LAYOUT.block_bytes), 1)
+        tier.close()
+        (mount / "other").write_bytes(bytes(2 * MIB))
+        tier = open_tier(mount / "data", free_bytes_min=0, index_map_bytes=16 * MIB)
+        assert tier.take(tier.slot_bytes_for(LAYOUT.block_bytes), 1) == []
+        assert any("cannot grow" in reason for reason in tier.health())
+        tier.close()
+
+
+def test_a_full_index_is_told_and_stores_fail_whole(directory):
+    tier = open_tier(directory, index_map_bytes=MIB, bytes_max=64 * MIB)
+    blocks = Blocks(tier, BlockLayout(1, 1, 100))
+
+    def fill_on() -> None:
+        for start in range(0, 100_000, 100):
+            blocks.fill(range(start, start + 100))
+
+    with pytest.raises(TierFull, match="index_map_bytes"):
+        fill_on()
+    assert any("nothing becomes durable" in reason for reason in tier.health())
+    assert tier.statistics().slots_ready == len(blocks.held) == tier.statistics().records
+    blocks.drop(*list(blocks.held)[:500])
+    assert blocks.put(200_000)
+    assert tier.health() == []
+    tier.close()
+
+
 def test_a_file_system_smaller_than_the_cap():
     """40 MiB of disk, a cap of 60: 200 MiB go through in 1 MiB blocks."""
     layout = BlockLayout(16, 8, MIB // 8)
