@@ -271,7 +271,7 @@ RIGHT = (b"KVARENA\0", 1, 0, BOOT_ID, SLOTS, 16, NAMESPACES)
     [
         pytest.param((b"KVSTORE\0", *RIGHT[1:]), id="magic"),
         pytest.param((RIGHT[0], 2, *RIGHT[2:]), id="version"),
-        pytest.param((*RIGHT[:4], 0, *RIGHT[5:]), id="no slots"),
+        pytest.param((*RIGHT[:4], 0, 1, NAMESPACES), id="no slots"),
         pytest.param((*RIGHT[:4], 1 << 20, 1 << 18, NAMESPACES), id="more slots than bytes"),
         pytest.param((*RIGHT[:5], 32, *RIGHT[6:]), id="other buckets"),
         pytest.param((*RIGHT[:6], 0), id="no namespaces"),
