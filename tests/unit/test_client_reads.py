@@ -108,8 +108,10 @@ def test_any_shape_of_destination_and_any_start(
     fake, client = make_fake(), make_client()
     space = open_space(client)
     chain, blocks = chain_of(space, 7), coloured(7)
-    fake.put(space.id, b"gap" + bytes(29), b"")
-    fill(fake, space, chain, blocks, 7)
+    for index, block in enumerate(blocks):
+        if index in (0, 4):
+            fake.put(space.id, bytes([index]) * 32, b"between the others")
+        fake.put(space.id, chain[index], block.tobytes())
     rows = [np.zeros(LAYOUT.block_bytes, np.uint8) for _ in range(4)]
     assert space.load(chain, rows, start=2, copy_threads=threads).blocks == 4
     assert (np.stack(rows) == blocks[2:6]).all()
