@@ -2,9 +2,9 @@
 
 Primitives of `Room`:
   `host_slots`     slots to fill, evicting the least valuable idle leaves when none is free
-  `take_slab_from` a starving block size gets the slab that is worth least to another one
-Synchronous, on the daemon's loop. Never evicts what a lease or a job holds; "no room" is a short
-list.
+  `take_slab_for`  a block size below its share gets a slab that is worth less to another one
+Synchronous, on the daemon's loop, in bounded steps. Never evicts what a lease or a job holds, nor
+what others need to be reached (I5); "no room" is a short list.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from kvstore.types import IntArray, Tier
 
 EVICT_BATCH_MIN = 16
 """Victims a pass: one pass costs a sampling, whatever it finds."""
+EMPTY_ROWS_MAX = 128
+"""Blocks of a given-up slab that leave in one step."""
+LOOK_ROWS_MAX = 8192
+"""Blocks one search for a slab looks at; the next one goes on behind them."""
+LOOK_PAUSE_SECONDS = 0.02
+"""Pause after a search that found no slab worth less."""
 
 
 class Room:
@@ -25,6 +31,10 @@ class Room:
     def __init__(self, store: Store, picker: VictimPicker) -> None:
         self._store = store
         self._picker = picker
+        self._emptying: int | None = None
+        """Slab that is being given up: closed, its blocks leave step by step."""
+        self._look_from = 0
+        self._look_after = -np.inf
 
     def host_slots(
         self, slot_bytes: int, count: int, now: float, *, staging: bool = False
@@ -39,14 +49,11 @@ class Room:
         slots = host.take(slot_bytes, count)
         while len(slots) < count:
             missing = count - len(slots)
-            if not self.evict(slot_bytes, max(missing, EVICT_BATCH_MIN), now) and not (
-                self.take_slab_from(slot_bytes, now)
+            if not self.take_slab_for(slot_bytes, now) and not (
+                self.evict(slot_bytes, max(missing, EVICT_BATCH_MIN), now)
             ):
                 break
-            got = host.take(slot_bytes, missing)
-            if not got:
-                break
-            slots += got
+            slots += host.take(slot_bytes, missing)
         if staging and len(slots) < count:
             slots += host.take(slot_bytes, count - len(slots), staging=True)
         return slots
@@ -54,61 +61,103 @@ class Room:
     def evict(self, slot_bytes: int, count: int, now: float) -> int:
         """Drop up to `count` idle leaves of one block size; return how many went."""
         store = self._store
-        host = store.host_tier
-        held = host.pool.slots_of_class(slot_bytes)
+        held = store.host_tier.pool.slots_of_class(slot_bytes)
         if not len(held):
             return 0
         victims = self._picker.pick(held, Tier.HOST, count, now)
         store.drop_host(victims, "evicted", now)
         return len(victims)
 
-    def take_slab_from(self, slot_bytes: int, now: float) -> bool:
-        """Empty the idle slab of another block size that is worth least per byte; whether one came
-        free.
+    # ------------------------------------------------------------------ between block sizes
 
-        Only a size that holds less than its share (bytes ÷ sizes in use) may take, so that two
-        sizes never
-        steal from each other in turn.
+    def take_slab_for(self, slot_bytes: int, now: float) -> bool:
+        """Go on emptying a slab of another size, if one is worth less; whether one came free.
+
+        Only a size with less than its share (bytes ÷ sizes in use) takes, and only from one with
+        more, so that two sizes never steal from each other in turn.
         """
-        store, pool = self._store, self._store.host_tier.pool
-        sizes = pool.classes()
-        others = [size for size in sizes if size != slot_bytes]
-        if not others:
+        if self._emptying is None and not self._choose(slot_bytes, now):
             return False
-        fair_slabs = len(pool.slabs_of_class(slot_bytes)) * (len(others) + 1)
-        total = sum(len(pool.slabs_of_class(size)) for size in {*sizes, slot_bytes})
-        if fair_slabs >= total:
+        return self._empty_some(now)
+
+    def _choose(self, slot_bytes: int, now: float) -> bool:
+        if now < self._look_after:
             return False
-        best: IntArray | None = None
-        best_value = np.inf
-        for size in others:
-            for slab in pool.slabs_of_class(size):
-                rows = store.catalog.host_rows_of(pool.slots_in_slab(int(slab)))
-                value = self._value_of(rows, now)
-                if value < best_value:
-                    best, best_value = rows, value
-        if best is None:
+        donors = self._donors(slot_bytes)
+        best, best_value = -1, self._own_value(slot_bytes, now) if donors else -np.inf
+        seen, looked_at = 0, 0
+        while donors and looked_at < len(donors) and seen < LOOK_ROWS_MAX:
+            slab = donors[(self._look_from + looked_at) % len(donors)]
+            looked_at += 1
+            rows = self._leaving(slab)
+            if rows is None:
+                continue
+            seen += len(rows)
+            value = self._value_of(rows, now)
+            if value < best_value:
+                best, best_value = slab, value
+        self._look_from += looked_at
+        if best < 0:
+            self._look_after = now + LOOK_PAUSE_SECONDS
             return False
-        self._empty(best, now)
+        self._store.host_tier.pool.close_slab(best)
+        self._emptying = best
         return True
 
-    def _value_of(self, rows: IntArray, now: float) -> float:
-        """Mean score of a slab's blocks; infinite when one of them may not leave now."""
-        store = self._store
-        if (rows < 0).any() or not store.is_idle(rows).all():
-            return np.inf
-        if (store.catalog.host_state[rows] != READY).any():
-            return np.inf
-        return float(store.policy.scores(rows, Tier.HOST, now).mean()) if len(rows) else -np.inf
+    def _donors(self, slot_bytes: int) -> list[int]:
+        """Slabs of the sizes that have more than their share, if `slot_bytes` has less."""
+        pool = self._store.host_tier.pool
+        slabs = {size: pool.slabs_of_class(size) for size in {*pool.classes(), slot_bytes}}
+        weight = {size: len(found) * -(-size // pool.slab_bytes) for size, found in slabs.items()}
+        share = sum(weight.values()) / len(slabs)
+        if weight[slot_bytes] >= share:
+            return []
+        return [int(slab) for size in slabs if weight[size] > share for slab in slabs[size]]
 
-    def _empty(self, rows: IntArray, now: float) -> None:
-        """Drop `rows` and the idle descendants that would have no ancestor left."""
+    def _own_value(self, slot_bytes: int, now: float) -> float:
+        """Score of the block that would leave otherwise; infinite when none can."""
+        held = self._store.host_tier.pool.slots_of_class(slot_bytes)
+        rows = self._picker.pick(held, Tier.HOST, 1, now)
+        return self._value_of(rows, now) if len(rows) else np.inf
+
+    def _value_of(self, rows: IntArray, now: float) -> float:
+        """Mean score; nothing is worth less than everything."""
+        if not len(rows):
+            return -np.inf
+        return float(self._store.policy.scores(rows, Tier.HOST, now).mean())
+
+    def _leaving(self, slab: int) -> IntArray | None:
+        """Rows of a slab that may leave all together; None when something holds one of them, or a
+        block elsewhere would be left without a way to it.
+        """
         store, columns = self._store, self._store.catalog
-        doomed: set[int] = set()
-        for row in rows:
-            if columns.nvme_state[row] != READY and int(row) not in doomed:
-                doomed.update(int(item) for item in columns.subtree(int(row)))
-        doomed.update(int(row) for row in rows)
-        leaving = np.array(sorted(doomed), np.int64)
-        leaving = leaving[(columns.host_state[leaving] == READY) & store.is_idle(leaving)]
+        rows = columns.host_rows_of(store.host_tier.pool.slots_in_slab(slab))
+        if (rows < 0).any() or (columns.host_state[rows] != READY).any():
+            return None
+        if not store.is_idle(rows).all():
+            return None
+        ranked = np.sort(rows)
+        parents = columns.parent[rows]
+        at = np.minimum(ranked.searchsorted(parents), max(len(ranked) - 1, 0))
+        here = at[ranked[at] == parents] if len(ranked) else at
+        children_here = np.bincount(here, minlength=len(ranked))
+        elsewhere = columns.host_children[ranked] > children_here
+        needed = elsewhere & (columns.nvme_state[ranked] != READY)
+        return None if needed.any() else rows
+
+    def _empty_some(self, now: float) -> bool:
+        """The deepest blocks first; when one came to be held meanwhile, the slab stays."""
+        store, slab = self._store, self._emptying
+        assert slab is not None
+        rows = self._leaving(slab)
+        if rows is None:
+            store.host_tier.pool.reopen_slab(slab)
+            self._emptying = None
+            return False
+        deepest = np.argsort(store.catalog.depth[rows].astype(np.int64))[::-1]
+        leaving = rows[deepest][:EMPTY_ROWS_MAX]
         store.drop_host(leaving, "evicted", now)
+        if len(leaving) < len(rows):
+            return False
+        self._emptying = None
+        return True
