@@ -7,167 +7,31 @@ Primitives of `Mover`:
   `close`       no new reads; running ones end
 
 A block is promoted once, whoever waits. Reads run on a bounded pool of threads that drop the GIL;
-a worker
-takes a few pieces, then queues behind other loads, so that a long load cannot starve a short one.
-A failed
-check on data drops the replica and ends the prefix there: a miss, never other bytes.
+a worker takes a few pieces, then queues behind other loads, so that a long load cannot starve a
+short one. A failed check on data drops the replica and ends the prefix there: a miss, never other
+bytes. The machinery of reading is promotion.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvstore.arrays import distinct
 from kvstore.columns import is_unique
-from kvstore.errors import DataError, TierError, Unavailable
-from kvstore.layout import Part
+from kvstore.errors import DataError, Unavailable, check
 from kvstore.namespaces import Namespace
+from kvstore.promotion import LoadStream, Piece, Promotion, ReadBatch, runs_of
 from kvstore.room import Room
 from kvstore.store import ABSENT, NO_ROWS, READY, GroupMatch, Store
-from kvstore.tier.nvme import NvmeTier
-from kvstore.types import ByteArray, IntArray, ReplicaState, UIntArray
+from kvstore.types import IntArray, ReplicaState
 
-PIECE_BYTES_MAX = 2 << 20
-"""Bytes of one read: adjacent parts are read together up to this; larger reads were no faster."""
-PIECES_PER_TURN = 4
 HEAD_BLOCKS = 8
 PUBLISH_BLOCKS = 16
 ROOM_POLL_SECONDS = 0.005
-
-PieceKey = tuple[int, int, int]
-"""(group of the request, part, block counted from the group's first)."""
-
-
-@dataclass
-class Promotion:
-    """One block on its way from NVMe to a host slot. Owned by the loop; `listeners` are told of
-    each part.
-    """
-
-    row: int
-    namespace: Namespace
-    host_slot: int
-    parts_missing: set[int]
-    pieces_left: int = 0
-    """Reads not yet ended: the slot has no other owner before this is 0, also after a failure."""
-    failure: Exception | None = None
-    listeners: list[tuple[LoadStream, int, int]] = field(default_factory=list)
-    """(stream, group, block) of every load that waits for this block."""
-
-    @property
-    def parts_ready(self) -> list[int]:
-        return [p.index for p in self.namespace.layout.parts if p.index not in self.parts_missing]
-
-
-@dataclass
-class LoadStream:
-    """What one load still waits for. `ready` and `failed` fill up; `changed` is set whenever one
-    of them did.
-    """
-
-    groups: list[GroupMatch]
-    short_reason: str = ""
-    ready: list[PieceKey] = field(default_factory=list)
-    failed: list[tuple[int, int]] = field(default_factory=list)
-    blocks_missing: int = 0
-    """Blocks that are neither READY nor failed."""
-    blocks_unread: int = 0
-    """Those of them that are not in host memory as a whole yet."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def take(self) -> tuple[list[PieceKey], list[tuple[int, int]]]:
-        """Everything announced since the last call."""
-        ready, failed = self.ready, self.failed
-        self.ready, self.failed = [], []
-        self.changed.clear()
-        return ready, failed
-
-    @property
-    def is_done(self) -> bool:
-        return self.blocks_missing == 0
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Adjacent parts of one block, read and verified by one worker turn."""
-
-    promotion: Promotion
-    nvme_slot: int
-    parts: tuple[Part, ...]
-    into: ByteArray
-    checksums: UIntArray
-
-
-class ReadBatch:
-    """The pieces of one load, worked off by a few threads; completions are handed to the loop in
-    lumps.
-    """
-
-    def __init__(
-        self,
-        pieces: Iterable[Piece],
-        nvme: NvmeTier,
-        workers: Executor,
-        loop: asyncio.AbstractEventLoop,
-        settle: Callable[[Iterable[tuple[Piece, Exception | None]]], None],
-    ) -> None:
-        self._pieces = deque(pieces)
-        self._nvme = nvme
-        self._workers = workers
-        self._loop = loop
-        self._settle = settle
-        self._done: deque[tuple[Piece, Exception | None]] = deque()
-        self._is_told = False
-
-    def start(self, threads: int) -> None:
-        for _ in range(min(threads, len(self._pieces))):
-            self._workers.submit(self._turn)
-
-    def _turn(self) -> None:
-        """Worker thread: a few pieces, then to the back of the queue."""
-        for _ in range(PIECES_PER_TURN):
-            try:
-                piece = self._pieces.popleft()
-            except IndexError:
-                return
-            self._done.append((piece, self._read(piece)))
-            if not self._is_told:
-                self._is_told = True
-                self._loop.call_soon_threadsafe(self._collect)
-        try:
-            self._workers.submit(self._turn)
-        except RuntimeError:
-            self._fail_rest()
-
-    def _read(self, piece: Piece) -> Exception | None:
-        if piece.promotion.failure is not None:
-            return piece.promotion.failure
-        try:
-            self._nvme.read_parts(piece.nvme_slot, piece.parts, piece.into, piece.checksums)
-        except (DataError, TierError) as error:
-            return error
-        return None
-
-    def _fail_rest(self) -> None:
-        """The pool shuts down: what was not read is a miss."""
-        while self._pieces:
-            self._done.append((self._pieces.popleft(), TierError("the daemon is shutting down")))
-        self._loop.call_soon_threadsafe(self._collect)
-
-    def _collect(self) -> None:
-        """Loop: settle everything that ended. The flag falls first, so that no completion is left
-        behind.
-        """
-        self._is_told = False
-        done = [self._done.popleft() for _ in range(len(self._done))]
-        if done:
-            self._settle(done)
 
 
 class Mover:
@@ -203,8 +67,8 @@ class Mover:
         """Start promotions for every row of `groups` that is not READY in host.
 
         `short_reason` of the result is "capacity" when slots ran out: groups are cut to what is
-        promised. Waits (to
-        `deadline`) only when there is no slot at all. The caller holds a lease over the rows.
+        promised. Waits (to `deadline`) only when there is no slot at all. The caller holds a lease
+        over the rows.
         """
         if self.is_closing:
             raise Unavailable("the daemon is shutting down")
@@ -367,9 +231,13 @@ class Mover:
         self._whole = []
         self._leave(whole)
         rows = np.array([promotion.row for promotion in whole], np.int64)
+        broken = [promotion.row for promotion in whole if promotion.failure is not None]
+        check(not broken, "I10: a block whose bytes failed a check is published", rows=broken)
         good = store.is_current(rows) & (columns.nvme_state[rows] == READY)
         if good.any():
             store.publish(rows[good], self._now())
+            below = columns.nvme_state[rows[good]] == READY
+            check(below.all(), "I7: the lower copy left while the upper one became READY")
         for promotion, is_good in zip(whole, good.tolist(), strict=True):
             store.counters.add("bytes_promoted", promotion.namespace.layout.block_bytes)
             if not is_good:
@@ -412,18 +280,3 @@ def _portions(rows: IntArray, layer_order: bool) -> list[IntArray]:
     """The first few blocks are read while room is made for the rest; in layer order all at once."""
     cut = len(rows) if layer_order else min(len(rows), HEAD_BLOCKS)
     return [part for part in (rows[:cut], rows[cut:]) if len(part)]
-
-
-def runs_of(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
-    """Adjacent parts grouped up to PIECE_BYTES_MAX, in order."""
-    runs: list[tuple[Part, ...]] = []
-    current: list[Part] = []
-    for part in parts:
-        joined = current and current[-1].offset + current[-1].length == part.offset
-        fits = current and part.offset + part.length - current[0].offset <= PIECE_BYTES_MAX
-        if current and not (joined and fits):
-            runs.append(tuple(current))
-            current = []
-        current.append(part)
-    runs.append(tuple(current))
-    return runs

@@ -26,9 +26,10 @@ from kvstore.laws import check_slices
 from kvstore.layout import BlockLayout
 from kvstore.logs import get_logger, tell_held_back
 from kvstore.loop_lag import LoopLag
-from kvstore.mover import LoadStream, Mover
+from kvstore.mover import Mover
 from kvstore.namespaces import Namespace
 from kvstore.nvme_room import NvmeRoom
+from kvstore.promotion import LoadStream
 from kvstore.reservation_ends import ReservationEnds
 from kvstore.rpc.sessions import Session, Sessions
 from kvstore.scrub import Progress, Scrubber
@@ -44,7 +45,6 @@ from kvstore.types import (
     ReservationId,
     UIntArray,
 )
-from kvstore.version import VERSION
 from kvstore.writebehind import WriteBehind
 from kvstore.writes import WritePath
 
@@ -91,7 +91,7 @@ class Service:
         self.is_draining = False
         self._clock = clock
         self._workers = workers
-        self._started = clock.monotonic()
+        self.started = clock.monotonic()
         self._declaring = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
         self._touch_is_scheduled = False
@@ -400,36 +400,3 @@ class Service:
             if tier is not None:
                 reasons += tier.health()
         return reasons
-
-    def statistics(self) -> dict[str, object]:
-        """The whole tree, for `kvstore stat` and metrics. Keys are stable."""
-        store = self.store
-        return {
-            "version": VERSION,
-            "boot_id": f"{self.boot_id:016x}",
-            "uptime_seconds": round(self.now() - self._started, 3),
-            "health": self.health() or ["ok"],
-            "socket": str(self.config.daemon.socket_path),
-            "clients": self.sessions.statistics(),
-            "blocks": len(store.catalog),
-            "namespaces": [
-                {
-                    "id": namespace.id.hex(),
-                    "label": namespace.label,
-                    "kind": str(namespace.kind),
-                    "block_bytes": namespace.layout.block_bytes,
-                    "clear_count": namespace.clear_count,
-                }
-                for namespace in store.namespaces
-            ],
-            "host": store.host.describe() if store.host is not None else None,
-            "nvme": store.nvme.describe() if store.nvme is not None else None,
-            "leases": store.leases.statistics(),
-            "reservations": store.reservations.statistics(),
-            "write_behind_queued_blocks": (
-                self.write_behind.queued_blocks if self.write_behind is not None else 0
-            ),
-            "promotions_bytes_inflight": self.mover.bytes_inflight,
-            "loop_lag": self.lag.statistics(),
-            "counters": store.counters.snapshot(),
-        }

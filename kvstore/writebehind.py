@@ -22,7 +22,7 @@ from itertools import takewhile
 import numpy as np
 
 from kvstore.catalog import ABSENT_ROW
-from kvstore.errors import DataError, Overloaded, TierError
+from kvstore.errors import DataError, Overloaded, TierError, check
 from kvstore.layout import Part
 from kvstore.logs import get_logger
 from kvstore.namespaces import Namespace
@@ -73,6 +73,8 @@ class WriteBehind:
         self._is_loading = is_loading
         self._queue: deque[int] = deque()
         self._queued: set[int] = set()
+        self._first: dict[int, None] = {}
+        """Rows somebody flushes: written before the queue, where they may stand as well."""
         self._flushes = 0
         self._work = asyncio.Event()
         self._progress = asyncio.Event()
@@ -87,7 +89,11 @@ class WriteBehind:
 
     @property
     def queued_blocks(self) -> int:
-        return len(self._queue) + len(self._writing)
+        return len(self._queued) + len(self._writing)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._first)
 
     # ------------------------------------------------------------------ what to write
 
@@ -107,6 +113,8 @@ class WriteBehind:
                 continue
             self._queue.append(row)
             self._queued.add(row)
+        most = store.config.nvme.queue_blocks_max
+        check(len(self._queue) <= most, "I9: the write-behind queue has a bound", most=most)
         self._work.set()
 
     def _skip(self, reason: str, count: int = 1) -> None:
@@ -139,8 +147,11 @@ class WriteBehind:
         batch: list[int] = []
         chosen: set[int] = set()
         size = 0
-        while self._queue and len(batch) < BATCH_BLOCKS_MAX and size < BATCH_BYTES:
-            row = self._queue.popleft()
+        while self._has_work and len(batch) < BATCH_BLOCKS_MAX and size < BATCH_BYTES:
+            row = next(iter(self._first)) if self._first else self._queue.popleft()
+            self._first.pop(row, None)
+            if row not in self._queued:
+                continue
             self._queued.discard(row)
             if columns.host_state[row] != READY or columns.nvme_state[row] != ABSENT:
                 if columns.nvme_state[row] == ABSENT:
@@ -169,7 +180,7 @@ class WriteBehind:
         drain time.
         """
         while True:
-            if not self._queue:
+            if not self._has_work:
                 self._tell()
                 if self._is_draining:
                     self._drained.set()
@@ -362,7 +373,7 @@ class WriteBehind:
         asked = store.rows_of(namespace, names)
         for row in reversed(asked[asked != ABSENT_ROW].tolist()):
             if columns.nvme_state[row] == ABSENT and columns.host_state[row] == READY:
-                self._queue.appendleft(row)
+                self._first[row] = None
                 self._queued.add(row)
         self._flushes += 1
         self._work.set()

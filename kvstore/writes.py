@@ -396,5 +396,6 @@ def checksums_of(namespace: Namespace, views: Sequence[ByteArray]) -> UIntArray:
     for index, view in enumerate(views):
         for part in parts:
             payload = view[part.offset : part.offset + part.length]
-            sums[index, part.index] = xxhash.xxh3_64_intdigest(payload)  # type: ignore[arg-type]  # a buffer
+            digest = xxhash.xxh3_64_intdigest(payload)  # type: ignore[arg-type]  # a buffer
+            sums[index, part.index] = digest
     return sums

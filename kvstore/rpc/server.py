@@ -22,21 +22,20 @@ from google.protobuf.message import DecodeError
 from kvstore.config import Config
 from kvstore.errors import InvalidRequest, KVStoreError, VersionMismatch
 from kvstore.layout import BlockLayout
-from kvstore.mover import LoadStream
 from kvstore.namespaces import Namespace
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc import control_pb2_grpc, status, wire
+from kvstore.rpc.replies import announce, namespace_reply, offsets_of, pack_group
 from kvstore.rpc.sessions import Session
 from kvstore.service import Service
-from kvstore.store import READY, GroupMatch
-from kvstore.types import FINGERPRINT_BYTES, IntArray, ReservationId, Tier, UIntArray
+from kvstore.statistics import statistics_of
+from kvstore.types import FINGERPRINT_BYTES, ReservationId, Tier
 from kvstore.version import VERSION
 
 HELLO_SECONDS_MAX = 10.0
 GROUPS_MAX = 64
 """KV groups in one call; a model has a handful."""
 ANNOUNCE_SECONDS = 0.001
-_NO_OFFSETS = np.uint64(wire.NO_OFFSET)
 
 
 def unary(method: Callable[..., Awaitable[Any]]) -> Any:
@@ -173,11 +172,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         namespace = await self.service.declare(
             request.namespace, request.kind, layout, request.window_tokens, request.label
         )
-        return _namespace_reply(namespace)
+        return namespace_reply(namespace)
 
     @unary
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.NamespaceReply:
-        return _namespace_reply(self.service.store.namespaces.get(request.namespace))
+        return namespace_reply(self.service.store.namespaces.get(request.namespace))
 
     # ------------------------------------------------------------------ reads
 
@@ -212,30 +211,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             boundary_tokens=result.boundary_tokens,
             lease=result.lease or 0,
             lease_seconds=self._config.lease.read_seconds if result.lease else 0.0,
-            groups=[self._pack_group(group) for group in result.groups],
+            groups=[pack_group(store, group) for group in result.groups],
             short_reason=result.short_reason,
             boot_id=self.service.boot_id,
         )
-
-    def _pack_group(self, group: GroupMatch) -> pb.GroupMatch:
-        """Offsets and generations of what is in host (READY, or being promoted); tiers as they are
-        now.
-        """
-        store, rows = self.service.store, group.rows
-        columns, host = store.catalog, store.host
-        reply = pb.GroupMatch(blocks=group.blocks, first=group.first)
-        ready = columns.host_state[rows] == READY
-        slots = columns.host_slot[rows]
-        offsets = np.full(len(rows), _NO_OFFSETS, np.uint64)
-        generations = np.zeros(len(rows), np.uint64)
-        if host is not None and (slots >= 0).any():
-            with_slot = slots >= 0
-            offsets[with_slot] = host.pool.offsets_of(slots[with_slot])
-            generations[with_slot] = host.generations(slots[with_slot])
-        reply.offsets = offsets.tobytes()
-        reply.generations = generations.tobytes()
-        reply.tiers = np.where(ready, Tier.HOST, Tier.NVME).astype(np.uint8).tobytes()
-        return reply
 
     @streaming
     async def Load(self, request: pb.LoadRequest, context: Any) -> AsyncIterator[pb.LoadReply]:
@@ -243,9 +222,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         deadline = self.service.deadline(request.deadline_ms)
         groups = self.service.leased_groups(session.client, request.lease)
         layer_order = request.order == pb.LAYER_ORDER
+        store = self.service.store
         stream = await self.service.open_load(groups, layer_order=layer_order, deadline=deadline)
         yield pb.LoadReply(
-            grants=[self._pack_group(group) for group in stream.groups],
+            grants=[pack_group(store, group) for group in stream.groups],
             short_reason=stream.short_reason,
         )
         while not stream.is_done:
@@ -259,20 +239,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 # What follows at once goes with the same message: one costs as much as many.
                 await asyncio.sleep(ANNOUNCE_SECONDS)
             if not stream.is_done:
-                yield self._announce(stream)
-        last = self._announce(stream)
+                yield announce(stream)
+        last = announce(stream)
         last.done, last.short_reason = True, stream.short_reason
         yield last
-
-    @staticmethod
-    def _announce(stream: LoadStream) -> pb.LoadReply:
-        """What became readable, or failed, since the last message."""
-        ready, failed = stream.take()
-        lost = [(group, wire.FAILED_PART, block) for group, block in failed]
-        return pb.LoadReply(
-            ready=np.array(ready, wire.READY).tobytes(),
-            failed=np.array(lost, wire.READY).tobytes(),
-        )
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
@@ -325,15 +295,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             reservation=grant.reservation or 0,
             lease_seconds=self._config.lease.write_seconds,
             statuses=grant.statuses.tobytes(),
-            offsets=self._offsets(grant.slots).tobytes(),
+            offsets=offsets_of(self.service.store, grant.slots).tobytes(),
         )
-
-    def _offsets(self, slots: IntArray) -> UIntArray:
-        offsets = np.full(len(slots), _NO_OFFSETS, np.uint64)
-        granted = slots >= 0
-        if granted.any():
-            offsets[granted] = self.service.store.host_tier.pool.offsets_of(slots[granted])
-        return offsets
 
     @change
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
@@ -391,7 +354,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     @unary
     async def Stat(self, request: pb.StatRequest, context: Any) -> pb.StatReply:
-        return pb.StatReply(json=json.dumps(self.service.statistics()))
+        return pb.StatReply(json=json.dumps(statistics_of(self.service)))
 
     @streaming
     async def Verify(
@@ -433,22 +396,3 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             for tier in (Tier.HOST, Tier.NVME)
         }
         return pb.ScoreReply(tokens_by_tier=tokens)
-
-
-def _namespace_reply(namespace: Namespace) -> pb.NamespaceReply:
-    layout = namespace.layout
-    return pb.NamespaceReply(
-        namespace=namespace.id,
-        index=namespace.index,
-        kind=namespace.kind,
-        layout=pb.Layout(
-            block_tokens=layout.block_tokens,
-            layers=layout.layers,
-            layer_bytes=layout.layer_bytes,
-            ranks=layout.ranks,
-        ),
-        window_tokens=namespace.window_tokens,
-        label=namespace.label,
-        clear_count=namespace.clear_count,
-        slot_bytes=namespace.slot_bytes,
-    )

@@ -22,7 +22,8 @@ from store_kit import (
 
 from kvstore.errors import LeaseUnknown, TierIO, Unavailable
 from kvstore.layout import BlockLayout
-from kvstore.mover import Mover, runs_of
+from kvstore.mover import Mover
+from kvstore.promotion import runs_of
 from kvstore.slab import SlotState
 from kvstore.testing.faults import Fail
 from kvstore.types import NamespaceKind

@@ -1,0 +1,76 @@
+"""Answers of the control API, packed from what the store says.
+
+Primitives: `pack_group`, `offsets_of`, `announce`, `namespace_reply`. Pure translation; decides
+nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.namespaces import Namespace
+from kvstore.promotion import LoadStream
+from kvstore.rpc import control_pb2 as pb
+from kvstore.rpc import wire
+from kvstore.store import READY, GroupMatch, Store
+from kvstore.types import IntArray, Tier, UIntArray
+
+_NO_OFFSETS = np.uint64(wire.NO_OFFSET)
+
+
+def pack_group(store: Store, group: GroupMatch) -> pb.GroupMatch:
+    """Offsets and generations of what is in host (READY, or being promoted); tiers as they are
+    now.
+    """
+    rows = group.rows
+    columns, host = store.catalog, store.host
+    reply = pb.GroupMatch(blocks=group.blocks, first=group.first)
+    ready = columns.host_state[rows] == READY
+    slots = columns.host_slot[rows]
+    offsets = np.full(len(rows), _NO_OFFSETS, np.uint64)
+    generations = np.zeros(len(rows), np.uint64)
+    if host is not None and (slots >= 0).any():
+        with_slot = slots >= 0
+        offsets[with_slot] = host.pool.offsets_of(slots[with_slot])
+        generations[with_slot] = host.generations(slots[with_slot])
+    reply.offsets = offsets.tobytes()
+    reply.generations = generations.tobytes()
+    reply.tiers = np.where(ready, Tier.HOST, Tier.NVME).astype(np.uint8).tobytes()
+    return reply
+
+
+def offsets_of(store: Store, slots: IntArray) -> UIntArray:
+    offsets = np.full(len(slots), _NO_OFFSETS, np.uint64)
+    granted = slots >= 0
+    if granted.any():
+        offsets[granted] = store.host_tier.pool.offsets_of(slots[granted])
+    return offsets
+
+
+def announce(stream: LoadStream) -> pb.LoadReply:
+    """What became readable, or failed, since the last message."""
+    ready, failed = stream.take()
+    lost = [(group, wire.FAILED_PART, block) for group, block in failed]
+    return pb.LoadReply(
+        ready=np.array(ready, wire.READY).tobytes(),
+        failed=np.array(lost, wire.READY).tobytes(),
+    )
+
+
+def namespace_reply(namespace: Namespace) -> pb.NamespaceReply:
+    layout = namespace.layout
+    return pb.NamespaceReply(
+        namespace=namespace.id,
+        index=namespace.index,
+        kind=namespace.kind,
+        layout=pb.Layout(
+            block_tokens=layout.block_tokens,
+            layers=layout.layers,
+            layer_bytes=layout.layer_bytes,
+            ranks=layout.ranks,
+        ),
+        window_tokens=namespace.window_tokens,
+        label=namespace.label,
+        clear_count=namespace.clear_count,
+        slot_bytes=namespace.slot_bytes,
+    )

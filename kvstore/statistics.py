@@ -1,0 +1,44 @@
+"""The statistics tree: what `kvstore stat`, `kvstore top` and metrics read.
+
+Primitives: `statistics_of(service)`. A view only: every number is kept, and counted, where it
+belongs.
+"""
+
+from __future__ import annotations
+
+from kvstore.service import Service
+from kvstore.version import VERSION
+
+
+def statistics_of(service: Service) -> dict[str, object]:
+    """The whole tree; keys are stable, new ones may appear."""
+    store = service.store
+    return {
+        "version": VERSION,
+        "boot_id": f"{service.boot_id:016x}",
+        "uptime_seconds": round(service.now() - service.started, 3),
+        "health": service.health() or ["ok"],
+        "socket": str(service.config.daemon.socket_path),
+        "clients": service.sessions.statistics(),
+        "blocks": len(store.catalog),
+        "namespaces": [
+            {
+                "id": namespace.id.hex(),
+                "label": namespace.label,
+                "kind": str(namespace.kind),
+                "block_bytes": namespace.layout.block_bytes,
+                "clear_count": namespace.clear_count,
+            }
+            for namespace in store.namespaces
+        ],
+        "host": store.host.describe() if store.host is not None else None,
+        "nvme": store.nvme.describe() if store.nvme is not None else None,
+        "leases": store.leases.statistics(),
+        "reservations": store.reservations.statistics(),
+        "write_behind_queued_blocks": (
+            service.write_behind.queued_blocks if service.write_behind is not None else 0
+        ),
+        "promotions_bytes_inflight": service.mover.bytes_inflight,
+        "loop_lag": service.lag.statistics(),
+        "counters": store.counters.snapshot(),
+    }
