@@ -264,7 +264,7 @@ class NvmeTier:
         self, slot: int, run: Sequence[Part], into: ByteArray, checksums: UIntArray
     ) -> None:
         first, last = run[0].offset, run[-1].offset + run[-1].length
-        end = min(align_up(last, PAGE_BYTES), len(into))
+        end = align_up(last, PAGE_BYTES)
         if len(run) > 1 or end - first <= READ_BYTES_MAX:
             self._segments.read_payload(slot, first, [into[first:end]])
             _verify(run, into, checksums, f"NVMe slot {slot}")
@@ -426,7 +426,8 @@ def _runs(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
         if at < len(parts):
             before, part = parts[at - 1], parts[at]
             size = part.offset + part.length - parts[start].offset
-            if before.offset + before.length == part.offset and size <= READ_BYTES_MAX:
+            follows = align_up(before.offset + before.length, PAGE_BYTES) == part.offset
+            if follows and size <= READ_BYTES_MAX:
                 continue
         yield parts[start:at]
         start = at

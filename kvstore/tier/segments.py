@@ -310,6 +310,12 @@ class Segments:
             file = self._io.open_segment(segment.path, length, True)
             segment.bytes_on_disk = file.status().bytes_on_disk
             segment.file = file
+            check(
+                segment.bytes_on_disk >= length,
+                "I11: a segment occupies what it is accounted for",
+                on_disk=segment.bytes_on_disk,
+                accounted=length,
+            )
             sync_directory(self._directory)
 
     def _close_idle(self, keep: _Segment) -> None:

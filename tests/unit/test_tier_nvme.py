@@ -38,6 +38,7 @@ from kvstore.errors import (
     TierFull,
     TierIO,
 )
+from kvstore.index import RECORD
 from kvstore.index import index as index_module
 from kvstore.layout import BlockLayout
 from kvstore.testing.clock import VirtualClock
@@ -143,7 +144,9 @@ class TestConformance(TierConformance):
 # ---------------------------------------------------------------------- stored bytes, in every mode
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, RAGGED, LARGE, BlockLayout(16, 2, 100)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, RAGGED, LARGE, BlockLayout(16, 2, 100), BlockLayout(16, 1, 5 * MIB + 100)]
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_layout_comes_back_part_by_part(directory, mode, layout):
     tier = open_tier(directory, MODES[mode](), bytes_max=32 * MIB)
@@ -171,6 +174,41 @@ def test_payloads_and_targets_at_any_address(directory, mode, skew):
     into = page_aligned(RAGGED.slot_bytes + skew)[skew:]
     tier.read_parts(slot, RAGGED.parts, into, frame.checksums)
     assert blocks.is_whole(1)
+    tier.close()
+
+
+def test_reading_some_parts_leaves_the_bytes_of_the_others_alone(blocks, tier):
+    """Another thread may be filling them."""
+    blocks.put(1)
+    slot, frame = blocks.held[1]
+    parts = LAYOUT.parts
+    into = page_aligned(LAYOUT.slot_bytes)
+    tier.read_parts(slot, [parts[0], parts[2], parts[3], parts[7]], into, frame.checksums)
+    for part in parts:
+        piece = slice(part.offset, part.offset + part.length)
+        expected = payload_of(1)[piece] if part.index in (0, 2, 3, 7) else 0
+        assert (into[piece] == expected).all()
+
+
+def test_adjacent_parts_share_reads_and_no_read_is_long(directory):
+    io = FaultyBlockIO(DirectIO())
+    tier = open_tier(directory, io, bytes_max=32 * MIB)
+    sizes = []
+    io.decide = lambda operation: (
+        sizes.append(operation.length) if operation.kind == "read" else None
+    )
+    for layout, expected in (
+        (LAYOUT, [64 << 10]),
+        (RAGGED, [2 * 4 * PAGE_BYTES]),
+        (LARGE, [2 * MIB, 2 * MIB]),
+        (BlockLayout(16, 1, 5 * MIB + 100), [2 * MIB, 2 * MIB, MIB + PAGE_BYTES]),
+    ):
+        blocks = Blocks(tier, layout)
+        assert blocks.put(1)
+        sizes.clear()
+        assert blocks.is_whole(1)
+        assert sizes == expected
+        blocks.drop(1)
     tier.close()
 
 
@@ -814,18 +852,22 @@ def test_a_disk_without_room_for_one_segment_is_told():
 
 
 def test_a_full_index_is_told_and_stores_fail_whole(directory):
-    tier = open_tier(directory, index_map_bytes=MIB, bytes_max=64 * MIB)
+    tier = open_tier(directory, index_map_bytes=MIB // 2, bytes_max=64 * MIB)
     blocks = Blocks(tier, BlockLayout(1, 1, 100))
+    foreign = [(name_of(seed), bytes(RECORD.itemsize)) for seed in range(300_000, 300_500)]
+    for start in range(0, len(foreign), 20):
+        tier._ledger._index.submit(foreign[start : start + 20], []).result(10)
 
     def fill_on() -> None:
-        for start in range(0, 100_000, 100):
-            blocks.fill(range(start, start + 100))
+        for start in range(0, 100_000, 50):
+            blocks.fill(range(start, start + 50))
 
     with pytest.raises(TierFull, match="index_map_bytes"):
         fill_on()
     assert any("nothing becomes durable" in reason for reason in tier.health())
-    assert tier.statistics().slots_ready == len(blocks.held) == tier.statistics().records
-    blocks.drop(*list(blocks.held)[:500])
+    assert tier.statistics().slots_ready == len(blocks.held)
+    assert tier.statistics().records == len(blocks.held) + len(foreign)
+    blocks.drop(*blocks.held)
     assert blocks.put(200_000)
     assert tier.health() == []
     tier.close()
