@@ -867,6 +867,7 @@ def test_a_full_index_is_told_and_stores_fail_whole(directory):
     assert any("nothing becomes durable" in reason for reason in tier.health())
     assert tier.statistics().slots_ready == len(blocks.held)
     assert tier.statistics().records == len(blocks.held) + len(foreign)
+    tier.forget([(name, None) for name, _ in foreign]).result(30)
     blocks.drop(*blocks.held)
     assert blocks.put(200_000)
     assert tier.health() == []
