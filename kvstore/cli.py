@@ -1,4 +1,4 @@
-"""The command line: `kvstore serve | stat | verify | clear | config`.
+"""The command line: `kvstore serve | stat | top | verify | clear | config`.
 
 Exit codes: 0 done, 1 `verify` found something, 2 refused (one line on standard error says what,
 where and the way out), 3 the daemon is away. Heavy imports (grpc, rich, the daemon) sit inside the
@@ -150,6 +150,32 @@ def stat(where: Where = DEFAULT_WHERE, *, json: bool = False) -> int:
         import json as codec
 
         print("\n".join(_as_lines(codec.loads(tree))))
+    return 0
+
+
+@app.command
+def top(where: Where = DEFAULT_WHERE, *, once: bool = False) -> int:
+    """Watch the daemon live: tiers, hits, flows, leases, latencies, health; Ctrl-C ends it.
+
+    Parameters
+    ----------
+    once
+        Print one picture and end; without rates, which need two.
+    """
+    import json as codec
+
+    from rich.console import Console
+
+    from kvstore.rpc.control_pb2 import StatRequest
+    from kvstore.top import show
+
+    config, _ = where.load({})
+    with _control(config) as control:
+        show(
+            lambda: codec.loads(control.Stat(StatRequest(), timeout=CALL_SECONDS_MAX).json),
+            Console(),
+            once=once,
+        )
     return 0
 
 

@@ -26,6 +26,7 @@ def statistics_of(service: Service) -> dict[str, object]:
                 "id": namespace.id.hex(),
                 "label": namespace.label,
                 "kind": str(namespace.kind),
+                "block_tokens": namespace.layout.block_tokens,
                 "block_bytes": namespace.layout.block_bytes,
                 "clear_count": namespace.clear_count,
             }

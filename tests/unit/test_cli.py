@@ -332,7 +332,7 @@ def test_a_mistake_is_one_line(
     assert served == []
 
 
-@pytest.mark.parametrize("command", ["", "serve", "stat", "verify", "clear", "config"])
+@pytest.mark.parametrize("command", ["", "serve", "stat", "top", "verify", "clear", "config"])
 def test_every_command_has_help(shell: Shell, command: str) -> None:
     assert shell.run(*command.split(), "--help") == 0
     assert "Usage: kvstore" in shell.out

@@ -1,0 +1,207 @@
+"""`kvstore top`: what a daemon holds and does, live.
+
+Primitives:
+  `frame(tree, before, call_seconds)`   one picture of a statistics tree; rates since `before`
+  `show(read, console, once)`           frames once a second until Ctrl-C, or one of them
+
+Reads statistics and nothing else. Rates are differences of counters over the daemon's own uptime,
+so that a slow terminal bends none; none is shown across two lives of a daemon.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+PERIOD_SECONDS = 1.0
+UNKNOWN = "-"
+
+Tree = Mapping[str, Any]
+
+
+class Rates:
+    """Growth per second of one daemon life between two statistics trees."""
+
+    def __init__(self, tree: Tree, before: Tree | None) -> None:
+        self._now = tree["counters"]
+        self._then: Mapping[str, int] = {}
+        self._seconds = 0.0
+        if before is not None and before["boot_id"] == tree["boot_id"]:
+            self._then = before["counters"]
+            self._seconds = tree["uptime_seconds"] - before["uptime_seconds"]
+
+    def of(self, *names: str) -> float | None:
+        """Sum of the counters' growth per second; None without a frame before."""
+        if self._seconds <= 0:
+            return None
+        growth: int = sum(self._now[name] - self._then[name] for name in names)
+        return growth / self._seconds
+
+    def total(self, *names: str) -> int:
+        """Sum of the counters since the daemon started."""
+        total: int = sum(self._now[name] for name in names)
+        return total
+
+
+def frame(tree: Tree, before: Tree | None, call_seconds: float) -> Group:
+    """One picture. `before`: an earlier tree, or None; `call_seconds`: what this Stat took."""
+    rates = Rates(tree, before)
+    return Group(
+        _head(tree),
+        Text(),
+        _tiers(tree),
+        Text(),
+        _hits(tree, rates),
+        Text(),
+        _flows(tree, rates),
+        Text(),
+        _leases(tree),
+        _latencies(tree, call_seconds),
+    )
+
+
+def show(read: Callable[[], Tree], console: Console, *, once: bool) -> None:
+    """Frames of what `read` returns, until Ctrl-C. Errors of `read` leave after the screen is
+    restored."""
+    tree, seconds = _timed(read)
+    if once:
+        console.print(frame(tree, None, seconds))
+        return
+    try:
+        with Live(frame(tree, None, seconds), console=console, screen=True) as live:
+            while True:
+                time.sleep(PERIOD_SECONDS)
+                before = tree
+                tree, seconds = _timed(read)
+                live.update(frame(tree, before, seconds), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _timed(read: Callable[[], Tree]) -> tuple[Tree, float]:
+    start = time.perf_counter()
+    tree = read()
+    return tree, time.perf_counter() - start
+
+
+# ---------------------------------------------------------------------- pieces of a frame
+
+
+def _head(tree: Tree) -> Text:
+    is_well = tree["health"] == ["ok"]
+    return Text.assemble(
+        ("kvstore ", "bold"),
+        f"{tree['version']} at {tree['socket']}, up {_duration(tree['uptime_seconds'])}, "
+        f"{tree['clients']['attached']} clients, {tree['blocks']} blocks in "
+        f"{len(tree['namespaces'])} namespaces, health: ",
+        ("; ".join(tree["health"]), "green" if is_well else "bold red"),
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def _tiers(tree: Tree) -> RenderableType:
+    table = _table("tiers", "tier", "used", "of", "share", "blocks", "beside")
+    if (host := tree["host"]) is not None:
+        slabs = host["slabs"]
+        classes = slabs["classes"]
+        used = sum(kind["ready"] * kind["slot_bytes"] for kind in classes)
+        moving = sum(kind["filling"] + kind["draining"] for kind in classes)
+        held = sum(kind["quarantined"] for kind in classes)
+        ready = sum(kind["ready"] for kind in classes)
+        beside = f"{moving} in motion, {held} quarantined"
+        table.add_row("host", *_fill(used, slabs["bytes_total"]), str(ready), beside)
+    if (nvme := tree["nvme"]) is not None:
+        beside = f"{tree['write_behind_queued_blocks']} waiting, {nvme['mode']} I/O"
+        filled = _fill(nvme["bytes_on_disk"], nvme["bytes_allowed"])
+        table.add_row("nvme", *filled, str(nvme["slots_ready"]), beside)
+    return table
+
+
+def _fill(used: int, most: int) -> tuple[str, str, str]:
+    return _size(used), _size(most), f"{used / most:.0%}" if most else UNKNOWN
+
+
+def _hits(tree: Tree, rates: Rates) -> RenderableType:
+    tokens = {space.get("block_tokens") for space in tree["namespaces"]}
+    each = tokens.pop() if len(tokens) == 1 else None
+    unit = "tokens" if each else "blocks"
+    table = _table(f"asked for, {unit}", "", "per second", "since start", "share")
+    asked = rates.total("queried_blocks")
+    rows = {
+        "hits in host": ("hit_blocks:host",),
+        "hits on nvme": ("hit_blocks:nvme",),
+        "misses": tuple(name for name in tree["counters"] if name.startswith("missed_blocks:")),
+    }
+    for title, names in rows.items():
+        count = rates.total(*names)
+        share = f"{count / asked:.1%}" if asked else UNKNOWN
+        rate = rates.of(*names)
+        shown = UNKNOWN if rate is None else f"{rate * (each or 1):,.0f}"
+        table.add_row(title, shown, f"{count * (each or 1):,}", share)
+    return table
+
+
+def _flows(tree: Tree, rates: Rates) -> RenderableType:
+    table = _table("flows", "", "per second", "since start")
+    dropped = tuple(name for name in tree["counters"] if name.startswith("dropped_blocks:"))
+    skipped = tuple(name for name in tree["counters"] if name.startswith("write_skipped_blocks:"))
+    for title, names in (
+        ("stored, blocks", ("store_blocks:stored",)),
+        ("refused for lack of room, blocks", ("store_blocks:no_room",)),
+        ("nvme to host", ("bytes_promoted",)),
+        ("host to nvme", ("bytes_written_behind",)),
+        ("not written to nvme, blocks", skipped),
+        ("dropped, blocks", dropped),
+    ):
+        write = _size if "bytes" in names[0].split("_") else _count
+        rate = rates.of(*names)
+        table.add_row(title, UNKNOWN if rate is None else write(rate), write(rates.total(*names)))
+    return table
+
+
+def _leases(tree: Tree) -> Text:
+    leases, writes = tree["leases"], tree["reservations"]
+    return Text(
+        f"leases: {leases['active']} on {leases['blocks']} blocks, {leases['expired']} expired; "
+        f"reservations: {writes['active']} of {writes['slots']} slots, "
+        f"{writes['quarantined_slots']} slots quarantined"
+    )
+
+
+def _latencies(tree: Tree, call_seconds: float) -> Text:
+    lag = tree["loop_lag"]
+    return Text(
+        f"latencies: Stat call {call_seconds * 1e3:.1f} ms; loop lag P50 {lag['p50_ms']:.1f}, "
+        f"P99 {lag['p99_ms']:.1f}, worst {lag['max_ms']:.1f} ms"
+    )
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _size(value: float) -> str:
+    """Bytes with three digits or so."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
