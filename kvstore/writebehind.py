@@ -21,6 +21,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from kvstore.arrays import distinct
 from kvstore.catalog import ABSENT_ROW
 from kvstore.errors import DataError, Overloaded, TierError, check
 from kvstore.layout import Part
@@ -215,7 +216,11 @@ class WriteBehind:
         order.
         """
         store, columns = self._store, self._store.catalog
+        parents = columns.parent[rows]
+        # Room for the batch must not be made of what it hangs on.
+        ways = distinct(parents[parents >= 0])
         columns.pins[rows] += 1
+        columns.pins[ways] += 1
         try:
             slots = await self._slots(rows)
             if len(slots) < len(rows):
@@ -228,6 +233,7 @@ class WriteBehind:
             await self._record(rows, slots, frames, written)
         finally:
             columns.pins[rows] -= 1
+            columns.pins[ways] -= 1
         done = rows[columns.nvme_state[rows] == READY]
         stale = done[~store.is_current(done)]
         if len(stale):
