@@ -60,8 +60,9 @@ test-crash: $(STAMP)  ## the daemon killed at random and at named points
 test-slow: $(STAMP)  ## every slow test
 	$(PYTEST) -n 2 -m slow --ignore=tests/engines
 
-bench: $(STAMP)  ## measure: SUITE=dataplane, or the name of another module in bench/
-	$(BIN)/python -m bench.$(SUITE) $(ARGS)
+# The suite with a real engine runs in the engine's environment.
+bench: $(if $(filter transformers,$(SUITE)),$(GEMMA_STAMP),$(STAMP))  ## measure: SUITE=dataplane, or transformers
+	$(if $(filter transformers,$(SUITE)),$(TORCH_BIN),$(BIN))/python -m bench.$(SUITE) $(ARGS)
 
 format: $(STAMP)  ## let ruff format and sort
 	$(BIN)/ruff format

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -70,6 +70,8 @@ class DaemonProcess:
             **settings,
         }
         self.config = load(None, {}, self.settings)
+        self.command: Sequence[str] = _COMMAND
+        """What the next `start` runs, without settings."""
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: grpc.Channel | None = None
 
@@ -110,7 +112,7 @@ class DaemonProcess:
 
     def start(self) -> float:
         """Run it; seconds from exec until gRPC health says SERVING."""
-        command = [*_COMMAND]
+        command = [*self.command]
         for key, value in self.settings.items():
             command += ["--set", f"{key}={value}"]
         with (self.folder / "daemon.log").open("ab") as log:
