@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,13 +30,10 @@ import xxhash
 from engine_adapter.refusal import Refused
 from engine_adapter.tensors import LAYOUT_NAME
 from engine_adapter.transformers_cache import ModelShape
+from engine_adapter.watch import Mark, ModelWatch, is_tuner
 from kvstore.fingerprint import KVIdentity
-from kvstore.types import ByteArray
 
 FULL_BYTES_MAX = 4 << 30
-MARK_PIECES = 16
-MARK_PIECE_BYTES = 16
-"""Looked at before every request: an edit that misses all of them must count as a version."""
 SAMPLE_PIECES = 64
 SAMPLE_PIECE_BYTES = 4096
 NAMES_ONLY = ("_name_or_path", "_model_name_or_path", "transformers_version", "architectures")
@@ -65,69 +61,34 @@ class _Entry(NamedTuple):
     """The adapter layer it belongs to, None for the model's own."""
 
 
-class _Mark:
-    """A tensor as it was. The reference makes sure that it is this one: ids and memory are used
-    again. The sample shows what versions do not: writes through `.data`, as when adapters are
-    merged."""
-
-    __slots__ = ("_address", "_reference", "_sample", "_version", "_view")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference = weakref.ref(tensor)
-        self._address = tensor.data_ptr()
-        self._version = _version(tensor)
-        self._view = _spread(tensor)
-        self._sample = self._view.tobytes()
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        is_same = self._reference() is tensor
-        return (
-            is_same
-            and (self._address, self._version) == (tensor.data_ptr(), _version(tensor))
-            and self._view.tobytes() == self._sample
-        )
-
-
 class ModelIdentity:
-    """`current()` is cheap while nothing changed: one walk over the modules."""
+    """`current()` is cheap while nothing changed: see `watch`."""
 
     def __init__(self, model: Any, shape: ModelShape, choices: Choices) -> None:
         self._model = model
         self._shape = shape
         self._choices = choices
         self._config = model.config.get_text_config(decoder=True)
-        self._digests: dict[int, tuple[_Mark, bytes]] = {}
-        self._marks: list[_Mark] = []
-        self._state: list[object] = []
+        self._digests: dict[int, tuple[Mark, bytes]] = {}
+        self._watch: ModelWatch | None = None
+        self._setting: tuple[object, ...] = ()
         self._identity: KVIdentity | None = None
 
     def current(self) -> KVIdentity:
         """Raises Refused for weights that are not in memory."""
-        tensors, state = self._look()
-        is_same = state == self._state and len(tensors) == len(self._marks)
-        if self._identity is None or not (
-            is_same and all(mark.fits(t) for mark, t in zip(self._marks, tensors, strict=True))
-        ):
-            self._identity = self._make()
-            self._marks = [_Mark(tensor) for tensor in tensors]
-            self._state = state
-        return self._identity
-
-    def _look(self) -> tuple[list[torch.Tensor], list[object]]:
-        """Every tensor of the model, and all else that may change while the model is in use."""
-        tensors: list[torch.Tensor] = []
-        state: list[object] = [self._config._attn_implementation, self._model.dtype]
+        setting = (self._config._attn_implementation, self._model.dtype)
         if self._choices.exact:
-            state += arithmetic()
-        todo = [self._model]
-        while todo:
-            module = todo.pop()
-            tensors += [t for t in module._parameters.values() if t is not None]
-            tensors += [t for t in module._buffers.values() if t is not None]
-            if _is_tuner(module):
-                state.append(_tuner_state(module))
-            todo += [child for child in module._modules.values() if child is not None]
-        return tensors, state
+            setting += arithmetic()
+        if (
+            self._identity is None
+            or self._watch is None
+            or setting != self._setting
+            or not self._watch.is_unchanged()
+        ):
+            watch = ModelWatch(self._model)
+            self._identity = self._make()
+            self._watch, self._setting = watch, setting
+        return self._identity
 
     def _make(self) -> KVIdentity:
         config, shape = self._config, self._shape
@@ -185,7 +146,7 @@ class ModelIdentity:
         tensor = entry.tensor
         known = self._digests.get(id(tensor))
         if known is None or not known[0].fits(tensor):
-            known = (_Mark(tensor), content_digest(tensor, whole=whole))
+            known = (Mark(tensor), content_digest(tensor, whole=whole))
             self._digests[id(tensor)] = known
         name = entry.name
         if entry.tuner is not None:
@@ -253,25 +214,11 @@ def _entries(model: Any) -> Iterator[_Entry]:
         for name, child in module._modules.items():
             if child is None:
                 continue
-            if _is_tuner(module) and name == "base_layer":
+            if is_tuner(module) and name == "base_layer":
                 todo.append((child, path, None))
             else:
-                owner = module if _is_tuner(module) else tuner
+                owner = module if is_tuner(module) else tuner
                 todo.append((child, f"{path}{name}.", owner))
-
-
-def _is_tuner(module: Any) -> bool:
-    """An adapter layer, by what it offers: active and merged adapters, and the layer it wraps."""
-    return hasattr(type(module), "active_adapters") and "base_layer" in module._modules
-
-
-def _tuner_state(module: Any) -> tuple[object, ...]:
-    return (
-        tuple(module.active_adapters),
-        bool(module.disable_adapters),
-        tuple(module.merged_adapters),
-        tuple(_scaling(module).items()),
-    )
 
 
 def _scaling(tuner: Any) -> dict[str, Any]:
@@ -297,24 +244,6 @@ def _without_adapter(entry: _Entry) -> tuple[str, str]:
         if entry.name.endswith(f".{adapter}"):
             return f"{entry.name.removesuffix(adapter)}*", adapter
     return entry.name, ""
-
-
-def _spread(tensor: torch.Tensor) -> ByteArray:
-    """A view of a few pieces of its memory, spread evenly; empty where memory cannot be read."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return np.empty(0, np.uint8)
-    flat: ByteArray = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    if flat.size <= MARK_PIECES * MARK_PIECE_BYTES:
-        return flat
-    step = (flat.size - MARK_PIECE_BYTES) // (MARK_PIECES - 1)
-    return np.lib.stride_tricks.as_strided(
-        flat, (MARK_PIECES, MARK_PIECE_BYTES), (step, 1), writeable=False
-    )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often it was written in place; tensors of inference mode do not count that."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _json(value: object) -> str:

@@ -83,10 +83,6 @@ class PrefixLoad:
         self._tally = tally
         self._gates = [threading.Event() for _ in buffers]
         self._failure = ""
-        parts = tensors.block_layout.parts
-        self._part_of = [
-            part.index for part in parts for _ in range(part.layer_count) if part.rank == 0
-        ]
 
     # ------------------------------------------------------------------ the engine's thread
 
@@ -117,7 +113,7 @@ class PrefixLoad:
     # ------------------------------------------------------------------ the load thread
 
     def run(self) -> None:
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.thread_time()
         try:
             self._copy_all()
         except KVStoreError as error:
@@ -125,7 +121,9 @@ class PrefixLoad:
         finally:
             if not self._gates[-1].is_set():
                 self._fail(UNFINISHED)
-            self._tally.add(load_seconds=time.monotonic() - began)
+            self._tally.add(
+                load_seconds=time.monotonic() - began, load_cpu_seconds=time.thread_time() - cpu
+            )
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
@@ -158,7 +156,7 @@ class PrefixLoad:
         return first, -(-row.tokens // size)
 
     def _is_readable(self, layer: int) -> bool:
-        part = self._part_of[layer]
+        part = self._tensors.part_of_layer[layer]
         return all(
             row.prefix.source is not None
             and row.prefix.source.is_readable(part, *self._blocks(row, layer))

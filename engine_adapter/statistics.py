@@ -50,6 +50,8 @@ class AdapterStatistics:
     reruns: int = 0
     load_seconds: float = 0.0
     """Wall time of load threads, waiting for the daemon included."""
+    load_cpu_seconds: float = 0.0
+    """Processor time of load threads."""
     saved_blocks: int = 0
     present_blocks: int = 0
     """Blocks that were stored already when the saver came to them."""

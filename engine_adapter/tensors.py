@@ -8,6 +8,7 @@ on uint8 views; knows no dtype beyond its size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvstore.errors import InvalidRequest
 from kvstore.layout import BlockLayout
@@ -37,10 +38,17 @@ class KVTensors:
         """Keys and values of one layer of one block."""
         return self.heads * self.block_tokens * (self.key_bytes + self.value_bytes)
 
-    @property
+    @cached_property
     def block_layout(self) -> BlockLayout:
         """As the store sees it; raises InvalidRequest when a block would be too large."""
         return BlockLayout(self.block_tokens, self.layers, self.layer_bytes)
+
+    @cached_property
+    def part_of_layer(self) -> tuple[int, ...]:
+        """The part that a layer lies in, as the store announces them."""
+        return tuple(
+            part.index for part in self.block_layout.parts for _ in range(part.layer_count)
+        )
 
     def keys(self, slots: ByteArray, layer: int) -> ByteArray:
         """View [n, heads, block_tokens, key_bytes] of `slots` uint8 [n, slot bytes]."""

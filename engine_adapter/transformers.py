@@ -43,6 +43,7 @@ from engine_adapter.transformers_modes import CACHE_NAMES, Plain, layer_windows,
 from engine_adapter.transformers_session import Session, Tools
 from kvstore.client import KVClient, NamespaceHandle
 from kvstore.errors import KVStoreError
+from kvstore.fingerprint import KVIdentity
 
 __all__ = ["AdapterStatistics", "Attached", "Refused", "RequestReport", "attach", "detach"]
 
@@ -154,6 +155,7 @@ class Attached:
         self._tally = Tally()
         self._identity = ModelIdentity(model, shape, choices)
         self._identity.current()
+        self._known: tuple[KVIdentity, NamespaceHandle] | None = None
         self._here = threading.local()
         self._threads = LoadThreads()
         self._saver = Saver(self._tally)
@@ -175,11 +177,16 @@ class Attached:
 
     def namespace(self) -> NamespaceHandle:
         """The handle of the model as it is now. Raises NamespaceConflict, InvalidRequest."""
-        return self.client.namespace(
-            self._identity.current(),
-            self._tools.tensors.block_layout,
-            label=f"transformers {type(self.model).__name__}",
-        )
+        identity = self._identity.current()
+        known = self._known
+        if known is None or known[0] is not identity:
+            handle = self.client.namespace(
+                identity,
+                self._tools.tensors.block_layout,
+                label=f"transformers {type(self.model).__name__}",
+            )
+            self._known = known = (identity, handle)
+        return known[1]
 
     def statistics(self) -> AdapterStatistics:
         """A snapshot of the counters."""

@@ -69,11 +69,10 @@ class Session:
         prompt, cache = self._prompt, self._cache
         self._report.prompt_tokens = prompt.tokens
         cache.session = self
-        if prompt.cache is None:
-            if self._handle is not None:
-                cache.namespace = self._handle.id
-                columns = prompt.ids.shape[1] - 1  # the last token is always computed
-                self._restore([(columns - pad) // self._block_tokens for pad in prompt.pads])
+        if prompt.cache is None and self._handle is not None:
+            cache.namespace = self._handle.id
+            columns = prompt.ids.shape[1] - 1  # the last token is always computed
+            self._restore([(columns - pad) // self._block_tokens for pad in prompt.pads])
         self._report.lookup_seconds = time.perf_counter() - self._began
         return cache
 
