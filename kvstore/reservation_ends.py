@@ -43,14 +43,14 @@ class ReservationEnds:
         """
         for found in self._store.reservations.expire(now):
             self._store.counters.add("expired_reservations")
-            self._quarantine(found, self._engine_clients(found.engine) | {found.client})
+            self._quarantine(found, self._writers(found))
 
     def client_lost(self, client: ClientId) -> None:
         """A client's Attach stream ended: its reservations end; slots wait until its process is
         known to be gone.
         """
         for found in self._store.reservations.of_client(client):
-            self._quarantine(found, self._engine_clients(found.engine) | {client})
+            self._quarantine(found, self._writers(found))
 
     def client_gone(self, client: ClientId) -> None:
         """The client's process is proved gone: what was quarantined for it alone is free."""
@@ -71,6 +71,13 @@ class ReservationEnds:
         self._store.reservations.end(found)
         self._store.host_tier.free(slots)
         return len(slots)
+
+    def _writers(self, found: Reservation) -> set[ClientId]:
+        """Whose processes may still copy into its slots. A named one may have been joined by any
+        process of its engine; of slots without names only its owner knows.
+        """
+        owner = {found.client}
+        return owner if found.is_anonymous else owner | self._engine_clients(found.engine)
 
     def _quarantine(self, found: Reservation, writers: set[ClientId]) -> None:
         slots = self._drop_names(found)
