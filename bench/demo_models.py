@@ -46,6 +46,9 @@ class Tokens:
 
 def load_model(name: str, say: Callable[[str], None]) -> tuple[Any, Tokens]:
     """The model in evaluation mode on the CPU, and its tokens; `say` tells what takes long."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     model, tokenizer = _tiny() if name == "tiny" else _gemma(say)
     model.generation_config.eos_token_id = None
@@ -76,7 +79,10 @@ def _gemma(say: Callable[[str], None]) -> tuple[Any, Any]:
         say("unpacking and converting Gemma 3 270M, once (about a minute)")
         _convert(GEMMA_FOLDER)
     say("loading Gemma 3 270M")
-    model = AutoModelForCausalLM.from_pretrained(GEMMA_FOLDER, dtype=torch.bfloat16)
+    # Without AVX-512 torch emulates bfloat16: a prefill takes a minute instead of seconds.
+    has_bfloat16 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(GEMMA_FOLDER, dtype=dtype)
     return model, AutoTokenizer.from_pretrained(GEMMA_FOLDER)
 
 

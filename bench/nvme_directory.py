@@ -19,8 +19,8 @@ from kvstore.config_load import load
 from kvstore.fingerprint import namespace_of
 from kvstore.layout import BlockLayout
 from kvstore.namespaces import Namespace
-from kvstore.segment import FrameFields
-from kvstore.tier.nvme import NvmeTier, geometry_of
+from kvstore.segment import FrameFields, geometry_of
+from kvstore.tier.nvme import NvmeTier
 from kvstore.types import FINGERPRINT_BYTES, PARTS_MAX, ByteArray, NamespaceId, NamespaceKind
 
 BATCH_BLOCKS = 5000

@@ -149,3 +149,12 @@ class SegmentGeometry:
     def span(self, slot_bytes: int) -> int:
         """Segments a file of this slot size takes."""
         return max(1, -(-slot_bytes // self.slab_bytes))
+
+
+def geometry_of(segment_bytes: int) -> SegmentGeometry:
+    """Slabs are 1/64 larger than `segment_bytes`: room for header pages, so that payloads of a
+    power of two fill it.
+    """
+    return SegmentGeometry(
+        segment_bytes + align_up(segment_bytes // 64, PAGE_BYTES), SLOT_BYTES_MIN
+    )

@@ -35,30 +35,19 @@ from kvstore.errors import (
 )
 from kvstore.index import Delete, Index, NamespaceRecord
 from kvstore.layout import Part, align_up
-from kvstore.segment import SLOT_BYTES_MIN, FrameFields, SegmentGeometry, frame_bytes
+from kvstore.segment import FrameFields, frame_bytes, geometry_of
 from kvstore.slab import SlabPool
 from kvstore.tier import superblock as superblocks
 from kvstore.tier.base import Slots
 from kvstore.tier.capacity import SEGMENTS, Capacity, bytes_below
 from kvstore.tier.counts import NvmeStatistics, SharedCounts
 from kvstore.tier.ledger import DeclaredNamespace, Ledger
+from kvstore.tier.parts import READ_BYTES_MAX, runs_of, verify
 from kvstore.tier.recover import Records
 from kvstore.tier.segments import Segments, free_bytes
 from kvstore.types import PAGE_BYTES, BoolArray, ByteArray, IntArray, Tier, UIntArray
 
-READ_BYTES_MAX = 2 << 20
-"""One read; larger ones were no faster, and a piece this size is hashed while it is in the cache.
-"""
 SHARE_OF_FREE_SPACE = 0.8
-
-
-def geometry_of(segment_bytes: int) -> SegmentGeometry:
-    """Slabs are 1/64 larger than `segment_bytes`: room for header pages, so that payloads of a
-    power of two fill it.
-    """
-    return SegmentGeometry(
-        segment_bytes + align_up(segment_bytes // 64, PAGE_BYTES), SLOT_BYTES_MIN
-    )
 
 
 class NvmeTier:
@@ -212,7 +201,7 @@ class NvmeTier:
         Raises ChecksumMismatch (the bytes are not those that were committed), TierFull, TierIO.
         Durable after `sync`.
         """
-        _verify(parts, payload, frame.checksums, f"host copy of {frame.fingerprint.hex()[:16]}")
+        verify(parts, payload, frame.checksums, f"host copy of {frame.fingerprint.hex()[:16]}")
         frame = replace(
             frame,
             stored_at=self._clock.wall(),
@@ -250,7 +239,7 @@ class NvmeTier:
         there.
         """
         try:
-            for run in _runs(parts):
+            for run in runs_of(parts):
                 self._read_run(slot, run, into, checksums)
         except TierIO:
             self._counts.add("io_failures")
@@ -267,7 +256,7 @@ class NvmeTier:
         end = align_up(last, PAGE_BYTES)
         if len(run) > 1 or end - first <= READ_BYTES_MAX:
             self._segments.read_payload(slot, first, [into[first:end]])
-            _verify(run, into, checksums, f"NVMe slot {slot}")
+            verify(run, into, checksums, f"NVMe slot {slot}")
             return
         digest = xxhash.xxh3_64()
         for start in range(first, end, READ_BYTES_MAX):
@@ -417,28 +406,6 @@ class NvmeTier:
         self._tender.join()
         self._ledger.close()
         self._segments.close()
-
-
-def _runs(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
-    """Adjacent parts, together up to READ_BYTES_MAX (a larger part alone)."""
-    start = 0
-    for at in range(1, len(parts) + 1):
-        if at < len(parts):
-            before, part = parts[at - 1], parts[at]
-            size = part.offset + part.length - parts[start].offset
-            follows = align_up(before.offset + before.length, PAGE_BYTES) == part.offset
-            if follows and size <= READ_BYTES_MAX:
-                continue
-        yield parts[start:at]
-        start = at
-
-
-def _verify(parts: Sequence[Part], payload: ByteArray, checksums: UIntArray, where: str) -> None:
-    for part in parts:
-        view = payload[part.offset : part.offset + part.length]
-        found = xxhash.xxh3_64_intdigest(view)  # type: ignore[arg-type]  # a buffer
-        if found != int(checksums[part.index]):
-            raise ChecksumMismatch(f"{where}: part {part.index} is not what was stored")
 
 
 def _prove(io: BlockIO, directory: Path) -> str:

@@ -410,7 +410,8 @@ def test_clients_end_in_any_way_and_the_arena_stays(daemon: DaemonProcess, engin
                 fresh.loads_whole(chain)
     for number in range(10, 14):
         engine.loads_whole(engine.chain(number, 4))
-    eventually(lambda: daemon.stat()["clients"]["attached"] == 1, "all are gone")  # type: ignore[index]
+    attached = lambda: daemon.stat()["clients"]["attached"]  # type: ignore[index]  # noqa: E731
+    eventually(lambda: attached() == 1, "all are gone")
     assert not [*(daemon.arena / "clients").glob("*.lock")][1:], "only our own lock file is left"
     assert_books(daemon)
 

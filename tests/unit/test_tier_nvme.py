@@ -677,6 +677,13 @@ def test_one_process_one_handle(tier, directory, blocks):
     assert blocks.is_whole(1)
 
 
+def test_a_directory_that_cannot_be_used_is_an_io_error(directory):
+    directory.mkdir()
+    (directory / "segments").write_text("a file")
+    with pytest.raises(TierIO, match=f"cannot open {directory}"):
+        open_tier(directory)
+
+
 def test_a_start_that_fails_leaves_the_directory_usable(directory, monkeypatch):
     open_tier(directory).close()
     monkeypatch.setattr("kvstore.tier.superblock.os.fsync", _refuse)
