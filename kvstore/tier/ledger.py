@@ -155,8 +155,6 @@ class Ledger:
 
         Raises TierFull, TierIO.
         """
-        for record in self._superblock.namespaces:
-            self._index.put_namespace(record)
         yield from rebuild(self._index, self._segments, self.load_namespaces())
         self.must_rebuild = False
         self._records = None
