@@ -727,6 +727,20 @@ def test_the_index_tells_what_it_holds(blocks, tier):
     assert tier.still_recorded([*wanted, other, (name_of(9), 1)]) == wanted[:2] + wanted[3:]
 
 
+def test_an_older_copy_of_the_index_brings_nothing_cleared_back(directory):
+    """Copied and put back within one life, so that nothing but its content is old."""
+    tier = open_tier(directory)
+    Blocks(tier)
+    copy = (directory / "index" / "data.mdb").read_bytes()
+    tier.set_clear_count(NAMESPACE, 3)
+    tier.close()
+    (directory / "index" / "data.mdb").write_bytes(copy)
+    again = open_tier(directory)
+    assert again.statistics().index_damage == ""
+    assert [item.clear_count for item in again.load_namespaces()] == [3]
+    again.close()
+
+
 # ---------------------------------------------------------------------- the cap and the disk
 
 
