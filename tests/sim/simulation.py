@@ -157,7 +157,7 @@ class Simulation:
                 harness.sleep(seconds / 3)
                 harness.call(check_integrity, harness.store)
             harness.check()
-            if life % 2 and self.random.random() < 0.5:
+            if self.random.random() < 0.4:
                 self._everybody_leaves()
             expected = self._expected()
             self.trace.append(
@@ -196,8 +196,16 @@ class Simulation:
         pinned = store.catalog.pins[: store.catalog.rows_end].any()
         assert not pinned or harness.service.write_behind.queued_blocks, "a pin never ended"
         assert not store.waiting, "blocks wait for parents that never come"
+        harness.wait(self._no_stray_records())
         for item in store.host_tier.pool.statistics().classes:
             assert item.filling == item.quarantined == 0, f"slots nobody owns: {item}"
+
+    async def _no_stray_records(self) -> None:
+        """I6: every index record points to a block that the catalog knows."""
+        with suppress(KVStoreError):
+            async for progress in self.harness.service.verify(payloads=False, fix=False):
+                strays = [text for text in progress.findings if "not in the catalog" in text]
+                assert not strays, strays[:3]
 
     # ------------------------------------------------------------------ what must be durable
 
@@ -322,8 +330,10 @@ class Simulation:
     async def _flush(self, engine: Engine, space: Namespace) -> None:
         chain = self._chain(space)
         durable = await engine.flush(space, chain, self.random.choice([0.01, 0.5, 3.0]))
+        index = self.harness.store.nvme._ledger._index
         for name, is_durable in zip(chain, durable, strict=True):
             if is_durable:
+                assert index.get(bytes(name)) is not None, "called durable, not in the index"
                 self.durable[bytes(name)] = space.label
 
     async def _exists(self, engine: Engine, space: Namespace) -> None:
