@@ -326,6 +326,11 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
             names = _split(request.fingerprints) or [b""] * request.count
             taken: dict[int, bytes] = {}
             statuses, offsets = [], []
+            if request.fingerprints and request.parent not in (request.namespace, *self.ready):
+                return pb.ReserveReply(
+                    statuses=wire.pack_u8([BlockStatus.NO_PARENT] * len(names)),
+                    offsets=wire.pack_u64([wire.NO_OFFSET] * len(names)),
+                )
             for name in names:
                 if name and name in self.ready:
                     statuses.append(BlockStatus.PRESENT)
