@@ -41,7 +41,7 @@ class DaemonProcess:
 
     @property
     def data_dir(self) -> Path:
-        return self.directory / "data"
+        return Path(self.settings.get("daemon.data_dir", self.directory / "data"))
 
     @property
     def arena(self) -> Path:

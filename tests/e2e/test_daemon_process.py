@@ -455,6 +455,12 @@ def test_a_segment_removed_under_a_running_daemon(daemon: DaemonProcess) -> None
             path.unlink()
         for chain in chains:
             assert engine.loads_whole(chain).from_host == 10
+
+        def is_counted() -> bool:
+            tree: Any = daemon.stat()
+            return bool(tree["nvme"]["segments_lost"] >= 1)
+
+        eventually(is_counted, "the loss is counted")
         number = iter(range(100, 1000))
 
         def is_durable_again() -> bool:
@@ -463,8 +469,6 @@ def test_a_segment_removed_under_a_running_daemon(daemon: DaemonProcess) -> None
             return bool(engine.handle.flush(chain, deadline_seconds=2).all())
 
         eventually(is_durable_again, "blocks become durable again")
-        tree: Any = daemon.stat()
-        assert tree["nvme"]["segments_lost"] >= 1, "counted"
         boot_id = engine.client.boot_id
         daemon.kill()
         daemon.start()

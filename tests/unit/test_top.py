@@ -110,7 +110,9 @@ class Screen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ends: BaseException) -> None:
         self.reads = 0
         self._ends = ends
-        self.console = Console(file=io.StringIO(), force_terminal=True, width=120)
+        self.console = Console(
+            file=io.StringIO(), force_terminal=True, width=120, _environ={"TERM": "xterm"}
+        )
         monkeypatch.setattr(top, "PERIOD_SECONDS", 0.001)
 
     def read(self) -> dict[str, Any]:
