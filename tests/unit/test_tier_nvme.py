@@ -794,6 +794,18 @@ def test_the_directory_never_exceeds_the_cap(directory):
     tier.close()
 
 
+@pytest.mark.parametrize("where", [".", "segments"])
+def test_what_lies_beside_the_blocks_counts_against_the_cap(directory, where):
+    tier = open_tier(directory)
+    blocks = Blocks(tier)
+    (directory / where / "other").write_bytes(bytes(5 * MIB))
+    tier.maintain()
+    blocks.fill(range(1000))
+    assert 14 * MIB < bytes_in(directory) <= 16 * MIB
+    assert len(blocks.held) == 10 * PER_SLAB
+    tier.close()
+
+
 def test_a_lower_cap_at_start_drops_blocks_and_files(directory):
     tier = open_tier(directory, bytes_max=16 * MIB)
     blocks = Blocks(tier)
