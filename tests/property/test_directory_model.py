@@ -129,5 +129,5 @@ class DirectoryModel(RuleBasedStateMachine):
         self.generations = now
 
 
-DirectoryModel.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+DirectoryModel.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 TestDirectoryModel = DirectoryModel.TestCase

@@ -20,9 +20,15 @@ HEADER = 64 << 10
 CHILD_SECONDS_MAX = 30
 
 
-def create(directory: Path, total: int = 2 * REGION, region: int = REGION, **more: object) -> Arena:
+def create(
+    directory: Path,
+    total: int = 2 * REGION,
+    region: int = REGION,
+    header: int = HEADER,
+    **more: object,
+) -> Arena:
     return Arena.create(
-        directory, bytes_total=total, region_bytes=region, header_bytes=HEADER, **more
+        directory, bytes_total=total, region_bytes=region, header_bytes=header, **more
     )
 
 

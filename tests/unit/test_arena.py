@@ -24,6 +24,7 @@ from arena_kit import (
 )
 
 from kvstore.arena import Arena, ArenaView, ClientLock
+from kvstore.arena.owner import COLLAPSE_STEP_BYTES
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.types import HUGE_PAGE_BYTES
 
@@ -197,12 +198,15 @@ def test_a_start_after_a_kill_fits_into_the_same_memory(tmp_path: Path) -> None:
         assert listing(mount) == set()
 
 
-def test_regions_of_another_size_make_room_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("old", "new"), [(REGION, 2 * REGION), (2 * REGION, REGION)])
+def test_regions_of_another_size_make_room_first(tmp_path: Path, old: int, new: int) -> None:
     with small_mount(tmp_path / "shm", int(1.05 * 2 * REGION)) as mount:
-        killed_daemon(mount / "arena")
-        arena = create(mount / "arena", total=2 * REGION, region=2 * REGION)
+        killed_daemon(mount / "arena", region=old)
+        arena = create(mount / "arena", region=new)
         assert arena.statistics().regions_reused == 0
-        assert listing(mount / "arena") == {"LOCK", "clients", "header", "region-0000"}
+        files = sorted(path.name for path in (mount / "arena").glob("region-*"))
+        assert files == [f"region-{number:04}" for number in range(2 * REGION // new)]
+        assert all((mount / "arena" / name).stat().st_size == new for name in files)
         arena.close()
 
 
@@ -235,7 +239,8 @@ def test_only_dead_files_of_this_instance_are_removed(place: Path) -> None:
     """HOST-4"""
     ours, live = place / "ours", create(place / "other")
     killed_daemon(ours, total=3 * REGION)
-    (ours / "header.new").write_bytes(b"unfinished")
+    (ours / "header.new").write_bytes(bytes([7]) * HEADER)
+    (ours / "header.1234").write_bytes(b"unfinished")
     dead = ours / "clients" / "123-0123456789abcdef.lock"
     dead.touch()
     foreign = [
@@ -251,6 +256,7 @@ def test_only_dead_files_of_this_instance_are_removed(place: Path) -> None:
         {"LOCK", "clients", "header", "region-0000", "region-0001", "notes.txt", "region-1"}
     )
     assert not dead.exists()
+    assert not arena.header.array.any()
     arena.close()
     assert listing(ours) == {"clients", "notes.txt", "region-1"}
     assert all(path.read_bytes() == b"not ours" for path in foreign)
@@ -318,18 +324,18 @@ def test_a_living_client_is_known_to_the_daemon_after_next(directory: Path) -> N
 
 
 def test_huge_pages_come_step_by_step_and_change_no_byte(directory: Path) -> None:
-    arena = create(directory, total=40 * MIB, region=36 * MIB)
+    arena = create(directory, total=40 * MIB, region=36 * MIB, header=2 * MIB)
     colours = np.arange(36 * MIB, dtype=np.uint8)
     arena.regions[0].array[:] = colours
-    steps = 0
+    progress = [0]
     while arena.collapse_next():
-        steps += 1
-    assert steps >= 3
+        progress.append(arena.collapsed_bytes)
     assert not arena.collapse_next()
     statistics = arena.statistics()
     if statistics.collapse_refused:
         pytest.skip(f"NOT TESTED: this kernel gives no huge pages: {statistics.collapse_refused}")
-    assert statistics.collapsed_bytes == 40 * MIB
+    assert statistics.collapsed_bytes == 40 * MIB  # of the regions; the header has its own
+    assert max(np.diff(progress)) == COLLAPSE_STEP_BYTES
     assert (arena.regions[0].array == colours).all()
     arena.close()
 

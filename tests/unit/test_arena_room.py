@@ -134,6 +134,12 @@ def test_a_container_sees_its_group_at_the_mount(machine: Machine) -> None:
     assert machine.rooms() == {str(mount): 4096}
 
 
+def test_a_group_below_what_is_mounted_is_found_there(machine: Machine) -> None:
+    mount = machine.version_2("/docker/abc/worker", root="/docker/abc")
+    group_2(mount / "worker", "4096")
+    assert machine.rooms() == {str(mount / "worker"): 4096}
+
+
 def test_a_group_outside_what_is_mounted_is_looked_for_at_the_mount(machine: Machine) -> None:
     mount = machine.version_1("/../host/group", root="/docker/abc")
     group_1(mount, 2048)
