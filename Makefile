@@ -31,7 +31,7 @@ $(TORCH_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(TORCH_VENV)
 	@echo "installing torch and transformers (about a minute)"
 	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,engine]"
+	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,engine,engine-tests]"
 	@touch $@
 
 $(GEMMA_STAMP): $(TORCH_STAMP)

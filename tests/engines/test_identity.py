@@ -189,6 +189,23 @@ def test_a_changed_adapter_misses(attach: Attach) -> None:
     assert hit_tokens() == 0
 
 
+def test_a_cache_of_one_adapter_is_not_stored_under_another(attach: Attach) -> None:
+    model = lora(1)
+    attached = attach(model, exact=False)
+    ids = prompt(BLOCK + 3)
+    arguments = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(input_ids=ids, **arguments)
+    settled(attached)
+    assert attached.statistics().saved_blocks == 1
+    longer = torch.cat([first.sequences, prompt(2 * BLOCK)], dim=1)
+    with model.disable_adapter():
+        model.generate(input_ids=longer, cache=first.cache, **arguments)
+        settled(attached)
+        assert attached.statistics().saved_blocks == 1
+        model.generate(input_ids=longer, **arguments)
+        assert attached.last.hit_tokens == 0
+
+
 # ---------------------------------------------------------------------- what cannot be restored
 
 
