@@ -150,14 +150,20 @@ class LeasedGroup:
             yield Ready(number, self.first + start, stop - start, _PARTS_OF[mask])
 
     def holds(self, directory: DirectoryReader) -> bool:
-        """Whether every block that is readable as a whole lies where and as it was promised."""
+        """Whether the leading whole blocks lie where and as they were promised.
+
+        Whole blocks behind the first hole that do not (they fell with the block that failed) stop
+        being readable.
+        """
         read = np.flatnonzero(self.readable == self.all_parts)
         names = np.frombuffer(self.joined, np.uint8).reshape(-1, FINGERPRINT_BYTES)
         found = directory.lookup_each(self.index, names[self.first + read])
         promised = self.generations[read]
         same = found.mask & (found.offsets == self.offsets[read])
         same &= (promised == 0) | (found.generations == promised)
-        return bool(same.all())
+        leading = self.whole
+        self.readable[read[~same & (read >= leading)]] = 0
+        return bool(same[read < leading].all())
 
 
 def _promised(generations: UIntArray) -> UIntArray:
