@@ -125,15 +125,30 @@ def test_of_blocks_used_together_the_deepest_goes_first(host):
     assert host.pick(4) == rows[::-1].tolist()
 
 
-def test_a_long_chain_is_evicted_from_its_end_in_few_picks():
+def test_a_long_chain_is_evicted_from_its_end_with_few_scans(monkeypatch):
     host = Host(20_000)
     rows = host.chain(20_000, 1.0)
+    scans = []
+    scan = VictimPicker._leaves_in
+    monkeypatch.setattr(VictimPicker, "_leaves_in", lambda *args: scans.append(args) or scan(*args))
     gone = []
-    for _ in range(1000):
+    for _ in range(640):
         picked = host.pick(16)
         gone += picked
         host.evict(picked)
-    assert gone == rows[::-1][:1000].tolist()
+    assert gone == rows[::-1][:640].tolist()
+    assert len(scans) < 64
+
+
+def test_a_scan_gives_only_blocks_of_the_asked_size():
+    host = Host(2000)
+    ours = host.chain(1000, 9.0)
+    host.catalog.leases[ours[-1]] += 1
+    others = np.concatenate([host.chain(1, 1.0) for _ in range(1000)])
+    host.held = np.arange(1000)
+    assert host.pick(16) == []
+    host.held = np.arange(1000, 2000)
+    assert set(host.pick(16)) <= set(others.tolist())
 
 
 def test_rare_leaves_in_a_large_tier_are_found():
@@ -158,6 +173,8 @@ def test_a_fruitless_scan_is_not_repeated_at_once():
 def test_slabs_that_come_and_go_are_noticed(host):
     first, second = host.chain(1, 1.0), host.chain(1, 2.0)
     assert host.pick(2) == [first[0], second[0]]
+    host.held = np.array([0])
+    assert host.pick(2) == [first[0]]
     host.held = np.array([1])
     assert host.pick(2) == [second[0]]
     host.held = np.array([], np.int64)
