@@ -96,8 +96,9 @@ def test_lookups_without_a_load_protect_nothing_for_long(tiny: DaemonProcess) ->
     assert_books(tiny)
 
 
-def test_a_release_too_many_takes_nothing_from_others(tiny: DaemonProcess) -> None:
+def test_a_release_too_many_takes_nothing_from_others(make_daemon: MakeDaemon) -> None:
     """HOST-11"""
+    tiny = make_daemon(TINY).start()
     with Engine(tiny) as engine, Engine(tiny, "other") as other, RawClient(tiny.socket) as raw:
         chain = engine.stored(1, 6)
         group = pb.Group(namespace=chain.namespace, fingerprints=chain.joined)
@@ -107,7 +108,6 @@ def test_a_release_too_many_takes_nothing_from_others(tiny: DaemonProcess) -> No
                 raw.call("Release", leases=[mine])
             for number in range(100, 112):
                 engine.store(engine.chain(number, 4))
-                lease.renew()
             for block in range(6):
                 assert other.painter.is_painted(chain[block], lease.view(block))
             assert lease.valid()
