@@ -41,7 +41,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- rules
 
-    @rule(size=st.sampled_from(SIZES), count=st.integers(0, 20), staging=st.booleans())
+    @rule(size=st.sampled_from(SIZES), count=st.integers(0, 60), staging=st.booleans())
     def take(self, size: int, count: int, staging: bool) -> None:
         before, room = self.taken_bytes(), self.pool.room(size)
         slots = self.pool.take(size, count, staging=staging)
@@ -241,3 +241,9 @@ def test_the_first_of_two_claims_on_a_slot_wins() -> None:
     assert pool.adopt(3 * PAGE, np.array([5])).tolist() == [False]
     taken = pool.take(PAGE, 16)
     assert sorted([*taken, 3, 5]) == list(range(16))
+
+
+def test_a_run_that_leaves_its_region_is_not_adopted() -> None:
+    pool = SlabPool(4, SLAB, PAGE, slabs_per_region=2)
+    assert pool.adopt(17 * PAGE, np.array([16, 48, 32, 33])).tolist() == [False, False, True, False]
+    pool.check_integrity()
