@@ -111,7 +111,7 @@ class Capacity:
     def apply(self) -> None:
         """Bring the number of slabs in service to what is allowed, as far as slabs are free."""
         target = self.allowed_slabs
-        if target == self._settled_slabs:
+        if target == self._settled_slabs and not self._closed:
             return
         in_service = self._pool.slabs - len(self._retired)
         if in_service > target and self._pool.statistics().slabs_free:

@@ -163,6 +163,7 @@ def test_a_refused_free_changes_nothing(host, reader):
 def test_quarantined_slots_stay_out_of_use_until_freed(host):
     size_of_all = host.take(SLOT, 10_000)
     host.quarantine(size_of_all[:2])
+    assert host.pool.states_of(size_of_all[:2]).tolist() == [SlotState.QUARANTINED] * 2
     assert host.take(SLOT, 1) == []
     host.free(size_of_all[:2])
     assert sorted(host.take(SLOT, 5)) == sorted(size_of_all[:2])

@@ -55,6 +55,7 @@ from kvstore.testing.faults import (
     from_nth,
 )
 from kvstore.tier.capacity import GROW_AGAIN_SECONDS
+from kvstore.tier.recover import SLICE_FRAMES
 from kvstore.types import PAGE_BYTES
 
 SLAB = MIB + MIB // 64
@@ -533,14 +534,18 @@ def test_the_newest_of_several_frames_counts(directory):
     tier = open_tier(directory)
     blocks = Blocks(tier)
     blocks.fill(range(4))
+    oldest = blocks.held[0]
     blocks.drop(0)
-    blocks.put(9)
+    between = tier.take(tier.slot_bytes_for(LAYOUT.block_bytes), 1)
+    assert between == [oldest[0]]
     blocks.put(0)
+    tier.free(between)
     newest = blocks.held[0]
     tier.close()
     shutil.rmtree(directory / "index")
     again = open_tier(directory)
-    assert blocks.reopen(again) == {0, 1, 2, 3, 9}
+    again.check_frame(name_of(0), oldest[0], oldest[1].generation)
+    assert blocks.reopen(again) == {0, 1, 2, 3}
     assert blocks.held[0][0] == newest[0]
     again.close()
 
@@ -551,8 +556,13 @@ def test_a_rebuild_goes_in_slices(directory):
     blocks.fill(range(100))
     tier.close()
     shutil.rmtree(directory / "index")
-    again = open_tier(directory)
-    assert sum(1 for _ in again.rebuild_from_frames()) >= 100 // 16
+    io = FaultyBlockIO(DirectIO())
+    again = open_tier(directory, io)
+    before, most = io.counts["read"], 0
+    for _ in again.rebuild_from_frames():
+        most = max(most, io.counts["read"] - before)
+        before = io.counts["read"]
+    assert 0 < most <= SLICE_FRAMES
     assert blocks.reopen(again) == set(range(100))
     assert list(again.rebuild_from_frames()) == []
     again.close()
@@ -833,9 +843,46 @@ def test_a_lower_cap_hands_out_nothing_before_it_is_met(directory):
     tier.close()
     tier = open_tier(directory, bytes_max=6 * MIB)
     blocks.reopen(tier)
-    tier.over_cap_slots()
+    leaving = set(tier.over_cap_slots().tolist())
+    blocks.drop(*[seed for seed, (slot, _) in blocks.held.items() if slot in list(leaving)[:5]])
     some = tier.take(tier.slot_bytes_for(LAYOUT.block_bytes), 10_000)
-    assert len(some) <= 16
+    assert not leaving & set(some)
+    tier.close()
+
+
+def test_a_cap_that_rises_again_uses_what_had_to_empty(directory):
+    """Slabs closed for a while serve again, those that emptied and those that did not."""
+    tier = open_tier(directory)
+    blocks = Blocks(tier)
+    blocks.fill(range(1000))
+    (directory / "other").write_bytes(bytes(5 * MIB))
+    tier.maintain()
+    leaving = tier.tend().tolist()
+    assert len(leaving) >= 5 * PER_SLAB
+    blocks.drop(*[seed for seed, (slot, _) in blocks.held.items() if slot in leaving[::2]])
+    assert not blocks.put(5000)
+    (directory / "other").unlink()
+    tier.maintain()
+    assert blocks.fill(range(6000, 8000))
+    assert len(blocks.held) == 15 * PER_SLAB
+    assert len(tier.tend()) == 0
+    tier.check_integrity()
+    tier.close()
+
+
+def test_a_shrinking_tier_gives_back_files_before_free_space_it_never_used(directory):
+    tier = open_tier(directory)
+    blocks = Blocks(tier)
+    blocks.fill(range(3 * PER_SLAB))
+    blocks.drop(*range(PER_SLAB))
+    assert tier.statistics().segments == 3
+    (directory / "other").write_bytes(bytes(5 * MIB))
+    tier.maintain()
+    assert len(tier.tend()) == 0
+    tier.maintain()
+    assert tier.statistics().segments == 2
+    assert tier.statistics().bytes_on_disk == tier.bytes_on_disk()
+    assert all(blocks.is_whole(seed) for seed in blocks.held)
     tier.close()
 
 
