@@ -149,7 +149,7 @@ class Simulation:
             self._start()
             self._verify_recovered(expected)
             self.durable = {}
-            seconds = self.random.uniform(0.5, 4.0)
+            seconds = self.random.uniform(0.3, 1.4)
             self.clients_wanted = self.random.randint(2, 5)
             for number in range(self.clients_wanted):
                 harness.call(harness.spawn, self._client(f"e{number % 3}"))
@@ -186,10 +186,10 @@ class Simulation:
         """Then nothing is reserved, leased, pinned or quarantined any more."""
         harness, store = self.harness, self.harness.store
         self.is_over = True
-        harness.sleep(6)
+        harness.sleep(4)
         for engine in self.engines:
             engine.die()
-        harness.sleep(6)
+        harness.sleep(4)
         harness.check()
         assert not harness.service.mover.is_busy, "a promotion never ended"
         assert not store.catalog.leases.any(), "a lease outlived its client"
@@ -252,8 +252,11 @@ class Simulation:
 
     async def _pause(self) -> None:
         """Mostly short; now and then longer than any lease."""
-        random = self.random
-        await asyncio.sleep(random.choice([0, 0, random.expovariate(200), random.uniform(0, 3)]))
+        random, kind = self.random, self.random.random()
+        if kind < 0.05:
+            await asyncio.sleep(random.uniform(0, 3))
+        else:
+            await asyncio.sleep(random.expovariate(100) if kind < 0.6 else 0)
 
     async def _client(self, name: str) -> None:
         engine = self._attach(name)
@@ -314,7 +317,7 @@ class Simulation:
         await engine.load(
             [(space, self._chain(space))],
             layer_order=self.random.random() < 0.5,
-            pause_seconds=self.random.choice([0, 0, 0.01, 1.5]),
+            pause_seconds=self.random.choice([0, 0, 0, 0.01, 0.01, 1.5]),
             deadline_seconds=self.random.choice([0.05, 1.0, 3.0]),
             keep_lease=self.random.random() < 0.2,
         )
@@ -324,12 +327,12 @@ class Simulation:
         await engine.load([(space, self._chain(space)) for space in chosen])
 
     async def _directory(self, engine: Engine, space: Namespace) -> None:
-        pause = self.random.choice([0, 0.001, 0.1, 1.0])
+        pause = self.random.choice([0, 0.001, 0.01, 0.1])
         await engine.read_directory(space, self._chain(space), pause)
 
     async def _flush(self, engine: Engine, space: Namespace) -> None:
         chain = self._chain(space)
-        durable = await engine.flush(space, chain, self.random.choice([0.01, 0.5, 3.0]))
+        durable = await engine.flush(space, chain, self.random.choice([0.01, 0.05, 1.0]))
         index = self.harness.store.nvme._ledger._index
         for name, is_durable in zip(chain, durable, strict=True):
             if is_durable:
