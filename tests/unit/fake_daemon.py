@@ -326,7 +326,8 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
             names = _split(request.fingerprints) or [b""] * request.count
             taken: dict[int, bytes] = {}
             statuses, offsets = [], []
-            if request.fingerprints and request.parent not in (request.namespace, *self.ready):
+            held = {request.namespace, *self.ready, *self.on_disk}
+            if request.fingerprints and request.parent not in held:
                 return pb.ReserveReply(
                     statuses=wire.pack_u8([BlockStatus.NO_PARENT] * len(names)),
                     offsets=wire.pack_u64([wire.NO_OFFSET] * len(names)),
