@@ -193,6 +193,10 @@ def test_after_a_burst_of_two_sizes_every_allocation_succeeds_again() -> None:
     assert refused > 1000
     pool.check_integrity()
     pool.free(held)
+    for size, whole in zip(sizes, (16 * 5, 16 * 16), strict=True):
+        slots = pool.take(size, 1000)
+        assert len(slots) == whole
+        pool.free(slots)
     for step in range(1000):
         slots = pool.take(sizes[step % 2], 1)
         assert len(slots) == 1
