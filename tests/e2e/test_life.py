@@ -18,6 +18,7 @@ import pytest
 from bench.workload import Painter, identity_of, prompt
 from kvstore.client import NamespaceHandle
 from kvstore.client.reasons import AWAY
+from kvstore.errors import KVStoreError
 from kvstore.fingerprint import Chain, KVIdentity, namespace_of
 from kvstore.layout import BlockLayout
 from kvstore.types import BlockStatus, NamespaceKind
@@ -156,6 +157,15 @@ def test_what_was_cleared_stays_cleared(daemon: DaemonProcess, engine: Engine) -
         assert_books(daemon)
 
 
+def test_a_clear_is_durable_when_it_answers(daemon: DaemonProcess, engine: Engine) -> None:
+    """Killed at once, long before the cleared blocks are reclaimed."""
+    chains = [engine.durable(number, 40) for number in range(6)]
+    engine.handle.clear()
+    killed_and_back(daemon, engine)
+    assert [engine.load(chain).blocks for chain in chains] == [0] * 6
+    assert_books(daemon)
+
+
 def test_what_was_deleted_stays_deleted(daemon: DaemonProcess, engine: Engine) -> None:
     """A block goes with all that follows it; a branch before it stays."""
     chain, branch = engine.durable(1, 12, shared=6), engine.durable(2, 12, shared=6)
@@ -173,11 +183,14 @@ def test_what_was_deleted_stays_deleted(daemon: DaemonProcess, engine: Engine) -
 
 def test_a_delete_in_mid_write_is_durable(daemon: DaemonProcess, engine: Engine) -> None:
     """Blocks on their way to NVMe when they are deleted do not come back with the next life."""
+
+    def flush(chain: Chain) -> None:
+        with contextlib.suppress(KVStoreError):  # the daemon may be killed meanwhile
+            engine.handle.flush(chain, deadline_seconds=SECONDS_MAX)
+
     chains = [engine.stored(number, 6) for number in range(20)]
     for chain in chains:
-        threading.Thread(
-            target=lambda c=chain: engine.handle.flush(c, deadline_seconds=SECONDS_MAX), daemon=True
-        ).start()
+        threading.Thread(target=flush, args=(chain,), daemon=True).start()
         engine.handle.delete(chain, 0)
     killed_and_back(daemon, engine)
     assert [engine.load(chain).blocks for chain in chains] == [0] * 20
