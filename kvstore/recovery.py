@@ -166,16 +166,17 @@ def positions_of(wanted: ByteArray, names: ByteArray) -> IntArray:
 def _drop_orphans(
     store: Store, records: NDArray[np.void], parents: IntArray, keep: BoolArray, found: Recovered
 ) -> None:
-    """Clear `keep` where a needed parent is not kept, until nothing changes."""
+    """Clear `keep` where a needed parent is not kept. Records are sorted by depth, so a parent
+    comes before its children, and one pass does; one that does not is no parent.
+    """
     exempt = store.namespaces.leaf_exempt[np.where(keep, records["namespace"], 0)]
-    free = exempt | (parents == _ROOT)
+    is_free = exempt | (parents == _ROOT)
     before = int(np.count_nonzero(keep))
-    while True:
-        has_parent = free | ((parents >= 0) & keep[np.maximum(parents, 0)])
-        lost = keep & ~has_parent
-        if not lost.any():
-            break
-        keep[lost] = False
+    parent_of, kept = parents.tolist(), keep.tolist()
+    for at in np.flatnonzero(keep & ~is_free).tolist():
+        parent = parent_of[at]
+        kept[at] = 0 <= parent < at and kept[parent]
+    keep[:] = kept
     found.orphaned = before - int(np.count_nonzero(keep))
 
 
