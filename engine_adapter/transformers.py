@@ -283,9 +283,8 @@ class Attached:
         if not isinstance(session, Session):
             return self._plain_prefill(input_ids, generation_config, model_kwargs, *args, **kw)
         while True:
-            attempt = dict(
-                model_kwargs
-            )  # a chunked prefill that fails leaves its arguments changed
+            # A chunked prefill that fails leaves its arguments changed.
+            attempt = dict(model_kwargs)
             try:
                 outputs = self._plain_prefill(input_ids, generation_config, attempt, *args, **kw)
             except LoadFailed as error:
