@@ -6,6 +6,7 @@ Field cases HOST-1 to HOST-4, HOST-18, HOST-19, RPC-1, RPC-5, RPC-6 and LIFE-5.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,20 +177,26 @@ def test_memory_that_is_not_there_is_refused(make_daemon: MakeDaemon, tmp_path: 
         assert list(small.iterdir()) == []
 
 
+def occupies(mount: Path, used: int) -> bool:
+    """Threads and garbage of a closed client may hold the last life's header for a moment more."""
+    gc.collect()
+    return bytes_used(mount) == used
+
+
 def test_killed_lives_leave_no_memory_behind(make_daemon: MakeDaemon, tmp_path: Path) -> None:
     """HOST-2, HOST-3: the mount holds one tier and 5 %; killed while full, started again."""
     with mounted(tmp_path / "exact", 16 * MIB * 105 // 100) as mount:
         daemon = make_daemon({"host.bytes": "16MiB", "host.directory": str(mount)})
-        used: set[int] = set()
+        used = 0
         entries: set[int] = set()
         for number in range(5):
             daemon.start()
-            used.add(bytes_used(mount))
+            used = used or bytes_used(mount)
+            eventually(partial(occupies, mount, used), f"{used} bytes used, as in the first life")
             entries.add(len([path for path in mount.rglob("*") if path.suffix != ".lock"]))
             with Engine(daemon) as engine:
                 engine.stored(number, 150)
                 daemon.kill()
-        assert len(used) == 1, used
         assert len(entries) == 1, entries
         daemon.start()
         assert daemon.stop() == 0
