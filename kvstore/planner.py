@@ -1,0 +1,1 @@
+"""For a request: which stored blocks to load, which to recompute."""
