@@ -10,8 +10,8 @@ import numpy as np
 
 from kvstore.arena.mapping import Mapping, view_of
 from kvstore.arena.names import HEADER, region_name
-from kvstore.errors import PeerGone
-from kvstore.types import ByteArray
+from kvstore.errors import InvalidRequest, PeerGone
+from kvstore.types import ByteArray, UIntArray
 
 
 class ArenaView:
@@ -65,6 +65,28 @@ class ArenaView:
             if array is None:
                 array = self._writable[number] = self._files[number].map_writable()
         return array[start : start + length]
+
+    def writable_regions(self) -> list[ByteArray]:
+        """Every region mapped for writing, for those who hand addresses to a device.
+
+        Raises as `write_view`; a closed view has none.
+        """
+        return [
+            self.write_view(number * self._region_bytes, len(region))
+            for number, region in enumerate(list(self._regions))
+        ]
+
+    def addresses(self, offsets: UIntArray) -> UIntArray:
+        """Where bytes at `offsets`, uint64[n], lie in the writable mappings of this process.
+
+        Raises as `write_view`.
+        """
+        bases = np.array([region.ctypes.data for region in self.writable_regions()], np.uint64)
+        numbers, starts = np.divmod(offsets, np.uint64(self._region_bytes))
+        if numbers.size and int(numbers.max()) >= bases.size:
+            raise InvalidRequest(f"arena: an offset lies behind its {bases.size} regions")
+        places: UIntArray = bases[numbers] + starts
+        return places
 
     def close(self) -> None:
         """Let go of the mappings; memory goes back when the last view does."""

@@ -4,6 +4,7 @@ Primitives:
   `find_in_host(handle, names)`   leading blocks READY in the host tier; no call, no lease
   `under_lease(handle, names)`    the longest prefix of any tier, held by a lease
   `granted_spans(...)`            the slots of a write reservation
+  `granted_addresses`, `arena_regions`   the same memory for copies by a device
 Both finders give `InPlace`: slots that follow each other as one array, what is readable by now, and
 whether it stayed so. May not copy bytes: bytes that a caller copied count only if `valid` says so
 after its last copy.
@@ -25,7 +26,8 @@ from kvstore.client.namespace import NamespaceHandle
 from kvstore.client.reservation import WriteReservation
 from kvstore.directory import Found
 from kvstore.errors import InvalidRequest
-from kvstore.types import FINGERPRINT_BYTES, ByteArray, Tier
+from kvstore.rpc.wire import NO_OFFSET
+from kvstore.types import FINGERPRINT_BYTES, ByteArray, IntArray, Tier, UIntArray
 
 
 class Span(NamedTuple):
@@ -66,6 +68,15 @@ class InPlace(Protocol):
         """Read-only slots of blocks [first, stop); only readable parts of them mean anything.
 
         Raises InvalidRequest after the client was closed."""
+
+    @property
+    def readable(self) -> ByteArray:
+        """uint8 [blocks]: bit mask of the parts of each that may be read by now."""
+
+    def addresses(self, blocks: IntArray) -> UIntArray:
+        """uint64 [n]: where the slots of `blocks` lie in this process, for copies by a device.
+
+        Only for blocks of which something is readable. Raises like `spans`, and PeerGone."""
 
     def valid(self) -> bool:
         """After the last copy: whether all that was readable was and still is the stored bytes."""
@@ -114,6 +125,28 @@ def granted_spans(handle: NamespaceHandle, reservation: WriteReservation) -> Ite
         yield from _spans(arena.write_view, offsets, granted[start], slot_bytes, life)
 
 
+def granted_addresses(reservation: WriteReservation, at: IntArray) -> UIntArray:
+    """uint64 [n]: where the slots granted for blocks `at` lie, to be written by a device.
+
+    Raises like `WriteReservation.view`."""
+    arena = reservation._filling().arena
+    assert arena is not None  # the slots come from it
+    offsets = np.array(reservation._shared.offsets, np.uint64)[at]
+    if (offsets == NO_OFFSET).any():
+        raise InvalidRequest("reservation: a block without a slot was to be saved")
+    return arena.addresses(offsets)
+
+
+def arena_regions(handle: NamespaceHandle) -> tuple[int, list[ByteArray]]:
+    """Boot id and writable regions of the attached daemon's arena: what a device may pin.
+
+    (0, []) while none is attached. Keep the arrays for as long as a device may touch them."""
+    attached = handle._attached()
+    if isinstance(attached, str) or attached[0].arena is None:
+        return 0, []
+    return attached[0].boot_id, attached[0].arena.writable_regions()
+
+
 def _spans(
     view: ViewOf, offsets: Sequence[int], first_block: int, slot_bytes: int, life: Life
 ) -> Iterator[Span]:
@@ -156,6 +189,14 @@ class _HostBlocks:
         yield from _spans(
             life.arena.read_view, self._offsets[first:stop], first, self._slot_bytes, life
         )
+
+    @property
+    def readable(self) -> ByteArray:
+        return np.full(self.blocks, 0xFF, np.uint8)
+
+    def addresses(self, blocks: IntArray) -> UIntArray:
+        assert self._life.arena is not None  # the directory lies in it
+        return self._life.arena.addresses(self._found.offsets[blocks])
 
     def valid(self) -> bool:
         life = self._life
@@ -210,6 +251,16 @@ class _LeasedBlocks:
         offsets = group.offsets[first:stop].tolist()
         slot_bytes = self._handle._declared(life).slot_bytes
         yield from _spans(life.arena.read_view, offsets, first, slot_bytes, life)
+
+    @property
+    def readable(self) -> ByteArray:
+        return np.empty(0, np.uint8) if self._group is None else self._group.readable.copy()
+
+    def addresses(self, blocks: IntArray) -> UIntArray:
+        life, group = self._lease._alive(), self._group
+        if group is None or life.arena is None:
+            raise InvalidRequest("these blocks lie in no host tier that could be read")
+        return life.arena.addresses(group.offsets[blocks])
 
     def valid(self) -> bool:
         return self._lease.valid()
