@@ -24,6 +24,7 @@
      +- TierError
          +- TierFull
          +- TierIO
+         +- DeviceError                  a GPU refused, or earlier work on it failed
          +- ForeignData                  a data directory of another geometry or format; names the
          way out
      x  InvariantViolated                not a KVStoreError: our bug, fatal
@@ -124,6 +125,10 @@ class TierFull(TierError):
 
 class TierIO(TierError):
     """The medium failed."""
+
+
+class DeviceError(TierError):
+    """A GPU refused a call, or reports that earlier work failed."""
 
 
 class ForeignData(TierError):
