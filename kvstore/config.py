@@ -234,6 +234,10 @@ class LimitsConfig(_Section, frozen=True):
         int,
         _size("Bytes on their way up from NVMe at once; a load past it is shortened.", 2 * MIB),
     ] = 4 * GIB
+    pinned_bytes_max: Annotated[
+        int, _size("Most bytes of blocks that may be pinned; past it fewer blocks are.")
+    ] = 512 * MIB
+    pinned_bytes_per_tenant_max: Annotated[int, _size("Most bytes one tenant may pin.")] = 128 * MIB
     deadline_seconds_max: Annotated[
         float, _time("Longest deadline a call may ask for; longer ones are cut to it.", 3600.0)
     ] = 60.0

@@ -20,6 +20,7 @@ DROP_REASONS = (
     "deleted",
     "parent_lost",
     "over_cap",
+    "staged",
 )
 STORE_OUTCOMES = ("stored", "present", "no_room", "no_parent", "dropped", "refused")
 WRITE_SKIPS = ("queue_full", "write_budget", "no_room", "no_parent", "policy", "io", "gone")

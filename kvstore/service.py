@@ -29,10 +29,12 @@ from kvstore.loop_lag import LoopLag
 from kvstore.mover import Mover
 from kvstore.namespaces import Namespace
 from kvstore.nvme_room import NvmeRoom
+from kvstore.pins import Pins
 from kvstore.promotion import LoadStream
 from kvstore.reservation_ends import ReservationEnds
 from kvstore.rpc.sessions import Session, Sessions
 from kvstore.scrub import Progress, Scrubber
+from kvstore.staging import Staging
 from kvstore.store import GroupMatch, Store
 from kvstore.types import (
     FINGERPRINT_BYTES,
@@ -85,6 +87,8 @@ class Service:
         self.nvme_room = nvme_room
         self.scrubber = scrubber
         self.sessions = sessions
+        self.pins = Pins(store, config.limits)
+        self.staging = Staging(store)
         self.boot_id = boot_id
         self.fatal = on_fatal
         self.lag = LoopLag()
@@ -229,7 +233,11 @@ class Service:
 
     def release(self, client: ClientId, lease: int) -> bool:
         """Twice, or after its end: a counted no-op."""
-        return self.store.leases.release(client, LeaseId(lease), self.now())
+        now = self.now()
+        released = self.store.leases.release(client, LeaseId(lease), now)
+        if released:
+            self.staging.ended(LeaseId(lease), now)
+        return released
 
     def renew(self, session: Session, lease: int, reservation: int) -> float:
         """Prolong a lease or a reservation; seconds it lives from now."""
@@ -346,12 +354,14 @@ class Service:
             now = self.now()
             self.store.leases.expire(now)
             self.ends.expire(now)
+            self.pins.tend(now)
             self._work_in_slices(now)
             if self.nvme_room is not None:
                 self.nvme_room.reap()
             if now >= next_slow:
                 next_slow = now + SLOW_TICK_SECONDS
                 self._bury()
+                self.staging.tend(now)
                 tell_held_back()
                 if self.store.host is not None:
                     self.store.host.recheck()

@@ -35,6 +35,7 @@ def statistics_of(service: Service) -> dict[str, object]:
         "host": store.host.describe() if store.host is not None else None,
         "nvme": store.nvme.describe() if store.nvme is not None else None,
         "leases": store.leases.statistics(),
+        "pins": service.pins.statistics(),
         "reservations": store.reservations.statistics(),
         "write_behind_queued_blocks": (
             service.write_behind.queued_blocks if service.write_behind is not None else 0

@@ -194,14 +194,18 @@ class Store:
 
     def exists(self, namespace: Namespace, names: bytes) -> tuple[int, ByteArray]:
         """(length of the readable prefix in blocks, uint8 bit mask a block: 1 << tier)."""
-        rows = self.rows_of(namespace, names)
+        mask = self.tiers_of(self.rows_of(namespace, names))
+        held = mask != 0
+        return len(held) if held.all() else int(held.argmin()), mask
+
+    def tiers_of(self, rows: IntArray) -> ByteArray:
+        """uint8 bit mask a row: 1 << tier for every tier with a READY replica; 0 if not current."""
         current = self.is_current(rows)
         host = current & (self.catalog.host_state[rows] == READY)
         nvme = current & (self.catalog.nvme_state[rows] == READY)
         mask = (host << np.uint8(Tier.HOST)) | (nvme << np.uint8(Tier.NVME))
-        held = mask != 0
-        prefix = len(held) if held.all() else int(held.argmin())
-        return prefix, mask.astype(np.uint8)
+        tiers: ByteArray = mask.astype(np.uint8)
+        return tiers
 
     def report(self, namespace: Namespace | None, names: bytes, missed_blocks: int) -> None:
         """Uses of blocks of `namespace` and misses of any, seen through the directory."""

@@ -208,16 +208,18 @@ class MatchReply(_message.Message):
     def __init__(self, boundary_tokens: _Optional[int] = ..., lease: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[GroupMatch, _Mapping]]] = ..., short_reason: _Optional[str] = ..., boot_id: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("client", "lease", "order", "deadline_ms")
+    __slots__ = ("client", "lease", "order", "deadline_ms", "staging")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    STAGING_FIELD_NUMBER: _ClassVar[int]
     client: int
     lease: int
     order: LoadOrder
     deadline_ms: int
-    def __init__(self, client: _Optional[int] = ..., lease: _Optional[int] = ..., order: _Optional[_Union[LoadOrder, str]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    staging: bool
+    def __init__(self, client: _Optional[int] = ..., lease: _Optional[int] = ..., order: _Optional[_Union[LoadOrder, str]] = ..., deadline_ms: _Optional[int] = ..., staging: bool = ...) -> None: ...
 
 class LoadReply(_message.Message):
     __slots__ = ("grants", "short_reason", "ready", "failed", "done")
@@ -293,6 +295,26 @@ class ExistsReply(_message.Message):
     tiers: bytes
     def __init__(self, prefix_blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ...) -> None: ...
 
+class ListRequest(_message.Message):
+    __slots__ = ("namespace", "cursor", "blocks_max")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_MAX_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    cursor: int
+    blocks_max: int
+    def __init__(self, namespace: _Optional[bytes] = ..., cursor: _Optional[int] = ..., blocks_max: _Optional[int] = ...) -> None: ...
+
+class ListReply(_message.Message):
+    __slots__ = ("fingerprints", "tiers", "cursor")
+    FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    fingerprints: bytes
+    tiers: bytes
+    cursor: int
+    def __init__(self, fingerprints: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., cursor: _Optional[int] = ...) -> None: ...
+
 class PrefetchRequest(_message.Message):
     __slots__ = ("client", "groups")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
@@ -308,34 +330,40 @@ class PrefetchReply(_message.Message):
     def __init__(self, accepted: _Optional[int] = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("client", "namespace", "fingerprints", "seconds", "hard")
+    __slots__ = ("client", "namespace", "fingerprints", "seconds", "hard", "tenant")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     HARD_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     client: int
     namespace: bytes
     fingerprints: bytes
     seconds: float
     hard: bool
-    def __init__(self, client: _Optional[int] = ..., namespace: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., seconds: _Optional[float] = ..., hard: bool = ...) -> None: ...
+    tenant: str
+    def __init__(self, client: _Optional[int] = ..., namespace: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., seconds: _Optional[float] = ..., hard: bool = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class PinReply(_message.Message):
-    __slots__ = ("pinned",)
+    __slots__ = ("pinned", "short_reason")
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    SHORT_REASON_FIELD_NUMBER: _ClassVar[int]
     pinned: int
-    def __init__(self, pinned: _Optional[int] = ...) -> None: ...
+    short_reason: str
+    def __init__(self, pinned: _Optional[int] = ..., short_reason: _Optional[str] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
-    __slots__ = ("client", "namespace", "fingerprints")
+    __slots__ = ("client", "namespace", "fingerprints", "tenant")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     client: int
     namespace: bytes
     fingerprints: bytes
-    def __init__(self, client: _Optional[int] = ..., namespace: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ...) -> None: ...
+    tenant: str
+    def __init__(self, client: _Optional[int] = ..., namespace: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class UnpinReply(_message.Message):
     __slots__ = ("unpinned",)

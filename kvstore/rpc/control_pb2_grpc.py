@@ -94,6 +94,11 @@ class ControlStub(object):
                 request_serializer=kvstore_dot_rpc_dot_control__pb2.ExistsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_rpc_dot_control__pb2.ExistsReply.FromString,
                 _registered_method=True)
+        self.List = channel.unary_unary(
+                '/kvstore.v1.Control/List',
+                request_serializer=kvstore_dot_rpc_dot_control__pb2.ListRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_control__pb2.ListReply.FromString,
+                _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/kvstore.v1.Control/Prefetch',
                 request_serializer=kvstore_dot_rpc_dot_control__pb2.PrefetchRequest.SerializeToString,
@@ -225,6 +230,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def List(self, request, context):
+        """What a namespace holds, a page a call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Prefetch(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -343,6 +355,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Exists,
                     request_deserializer=kvstore_dot_rpc_dot_control__pb2.ExistsRequest.FromString,
                     response_serializer=kvstore_dot_rpc_dot_control__pb2.ExistsReply.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=kvstore_dot_rpc_dot_control__pb2.ListRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_control__pb2.ListReply.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
@@ -714,6 +731,33 @@ class Control(object):
             '/kvstore.v1.Control/Exists',
             kvstore_dot_rpc_dot_control__pb2.ExistsRequest.SerializeToString,
             kvstore_dot_rpc_dot_control__pb2.ExistsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Control/List',
+            kvstore_dot_rpc_dot_control__pb2.ListRequest.SerializeToString,
+            kvstore_dot_rpc_dot_control__pb2.ListReply.FromString,
             options,
             channel_credentials,
             insecure,

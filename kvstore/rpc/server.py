@@ -11,25 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from kvstore.config import Config
-from kvstore.errors import InvalidRequest, KVStoreError, VersionMismatch
+from kvstore.errors import InvalidRequest, VersionMismatch
 from kvstore.layout import BlockLayout
 from kvstore.namespaces import Namespace
 from kvstore.rpc import control_pb2 as pb
-from kvstore.rpc import control_pb2_grpc, status, wire
+from kvstore.rpc import control_pb2_grpc, wire
+from kvstore.rpc.keeping import KeepingVerbs
 from kvstore.rpc.replies import announce, namespace_reply, offsets_of, pack_group
 from kvstore.rpc.sessions import Session
-from kvstore.service import Service
+from kvstore.rpc.verbs import change, streaming, unary
 from kvstore.statistics import statistics_of
-from kvstore.types import FINGERPRINT_BYTES, ReservationId, Tier
+from kvstore.types import FINGERPRINT_BYTES, LeaseId, ReservationId, Tier
 from kvstore.version import VERSION
 
 HELLO_SECONDS_MAX = 10.0
@@ -38,66 +37,8 @@ GROUPS_MAX = 64
 ANNOUNCE_SECONDS = 0.001
 
 
-def unary(method: Callable[..., Awaitable[Any]]) -> Any:
-    """Turn typed errors into a status; hand anything else to the daemon as fatal."""
-
-    @functools.wraps(method)
-    async def wrapped(self: ControlServicer, request: Any, context: Any) -> Any:
-        try:
-            self.service.check_admission()
-            return await method(self, request, context)
-        except KVStoreError as error:
-            await status.abort(context, error)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self.service.fatal(error)
-            raise
-
-    return wrapped
-
-
-def change(method: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
-    """`unary` for a verb that changes things in several steps: begun, it ends, although its caller
-    gives up or dies. Half of it would stay for ever.
-    """
-
-    @functools.wraps(method)
-    async def whole(self: ControlServicer, request: Any, context: Any) -> Any:
-        return await self.service.to_the_end(method(self, request, context))
-
-    return unary(whole)
-
-
-def streaming(method: Callable[..., AsyncIterator[Any]]) -> Any:
-    """The same for a method that yields."""
-
-    @functools.wraps(method)
-    async def wrapped(self: ControlServicer, request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            self.service.check_admission()
-            async for reply in method(self, request, context):
-                yield reply
-        except KVStoreError as error:
-            await status.abort(context, error)
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except BaseException as error:
-            self.service.fatal(error)
-            raise
-
-    return wrapped
-
-
-class ControlServicer(control_pb2_grpc.ControlServicer):
+class ControlServicer(KeepingVerbs, control_pb2_grpc.ControlServicer):
     """All verbs of the control API over one `Service`."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
-    @property
-    def _config(self) -> Config:
-        return self.service.config
 
     # ------------------------------------------------------------------ attach
 
@@ -180,10 +121,6 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     # ------------------------------------------------------------------ reads
 
-    def _names(self, data: bytes, field: str) -> bytes:
-        wire.split_fingerprints(data, field, self._config.limits.blocks_per_call_max)
-        return data
-
     def _groups(self, groups: Any) -> list[tuple[Namespace, bytes]]:
         if len(groups) > GROUPS_MAX:
             raise InvalidRequest(f"groups: {len(groups)} in one call, the limit is {GROUPS_MAX}")
@@ -223,6 +160,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         groups = self.service.leased_groups(session.client, request.lease)
         layer_order = request.order == pb.LAYER_ORDER
         store = self.service.store
+        if request.staging:
+            self.service.staging.opened(LeaseId(request.lease), groups, self.service.now())
         stream = await self.service.open_load(groups, layer_order=layer_order, deadline=deadline)
         yield pb.LoadReply(
             grants=[pack_group(store, group) for group in stream.groups],
@@ -323,33 +262,6 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
         return pb.AbortReply(freed=freed)
 
-    # ------------------------------------------------------------------ keeping and dropping
-
-    @unary
-    async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:
-        namespace = self.service.store.namespaces.get(request.namespace)
-        names = self._names(request.fingerprints, "fingerprints")
-        deadline = self.service.deadline(request.deadline_ms)
-        durable = await self.service.flush(namespace, names, deadline)
-        pending = int(np.count_nonzero(~durable))
-        return pb.FlushReply(durable=durable.astype(np.uint8).tobytes(), pending_blocks=pending)
-
-    @change
-    async def Delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteReply:
-        namespace = self.service.store.namespaces.get(request.namespace)
-        name = wire.unpack_name(request.fingerprint, "fingerprint")
-        return pb.DeleteReply(deleted_blocks=await self.service.delete(namespace, name))
-
-    @change
-    async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearReply:
-        namespaces = self.service.store.namespaces
-        if bool(request.namespace) == request.all:
-            raise InvalidRequest("clear: name one namespace, or ask for all")
-        chosen = list(namespaces) if request.all else [namespaces.get(request.namespace)]
-        for namespace in chosen:
-            await self.service.clear(namespace)
-        return pb.ClearReply(namespaces=len(chosen))
-
     # ------------------------------------------------------------------ looking
 
     @unary
@@ -373,16 +285,6 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """A hint may be ignored: this daemon accepts none yet, and says so."""
         self._groups(request.groups)
         return pb.PrefetchReply(accepted=0)
-
-    @unary
-    async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:
-        self.service.store.namespaces.get(request.namespace)
-        return pb.PinReply(pinned=0)
-
-    @unary
-    async def Unpin(self, request: pb.UnpinRequest, context: Any) -> pb.UnpinReply:
-        self.service.store.namespaces.get(request.namespace)
-        return pb.UnpinReply(unpinned=0)
 
     @unary
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreReply:

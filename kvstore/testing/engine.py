@@ -262,7 +262,12 @@ class Engine:
         return Lease(reply.lease, reply.boundary_tokens, found)
 
     async def bring_up(
-        self, lease: Lease, *, layer_order: bool = False, deadline_seconds: float = 2.0
+        self,
+        lease: Lease,
+        *,
+        layer_order: bool = False,
+        staging: bool = False,
+        deadline_seconds: float = 2.0,
     ) -> str:
         """The Load stream to its end; the groups say what came, the answer why not more."""
         request = pb.LoadRequest(
@@ -270,6 +275,7 @@ class Engine:
             lease=lease.lease,
             order=pb.LAYER_ORDER if layer_order else pb.BLOCK_ORDER,
             deadline_ms=max(1, int(deadline_seconds * 1000)),
+            staging=staging,
         )
         filled = [group for group in lease.groups if group.names]
         reason = ""
