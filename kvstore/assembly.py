@@ -25,13 +25,17 @@ from kvstore.blockio import DirectIO
 from kvstore.catalog import Catalog
 from kvstore.clock import Clock
 from kvstore.config import Config
+from kvstore.costs import Costs
 from kvstore.directory import DirectoryWriter, header_bytes
 from kvstore.errors import ConfigError
 from kvstore.lease import LeaseTable, ReservationTable
 from kvstore.mover import Mover
 from kvstore.namespaces import NamespaceTable
 from kvstore.nvme_room import NvmeRoom
-from kvstore.policy import VictimPicker, make_policy
+from kvstore.policies import make_policy
+from kvstore.policies.costs import BlockCosts
+from kvstore.policies.wear import WearPrice
+from kvstore.policy import VictimPicker
 from kvstore.reservation_ends import ReservationEnds
 from kvstore.room import Room
 from kvstore.rpc.sessions import Sessions
@@ -171,6 +175,9 @@ def make_store(
         host_slots=host.pool.slots_max if host is not None else 0,
         nvme_slots=nvme.slots_max if nvme is not None else 0,
     )
+    namespaces = NamespaceTable(config.limits.namespaces_max)
+    costs = Costs()
+    block_costs = BlockCosts(catalog, costs, namespaces.block_tokens)
     return Store(
         config=config,
         catalog=catalog,
@@ -183,8 +190,9 @@ def make_store(
         reservations=ReservationTable(
             ids, quarantine_bytes_max=lease.quarantine_bytes_per_client_max
         ),
-        namespaces=NamespaceTable(config.limits.namespaces_max),
-        policy=make_policy(config.policy.name, catalog),
+        namespaces=namespaces,
+        costs=costs,
+        policy=make_policy(config.policy.name, catalog, block_costs, WearPrice(0.0)),
         host=host,
         nvme=nvme,
     )

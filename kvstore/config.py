@@ -246,7 +246,13 @@ class LimitsConfig(_Section, frozen=True):
 class PolicyConfig(_Section, frozen=True):
     """What is worth keeping, and where."""
 
-    name: Annotated[Literal["lru"], _text("lru: the least recently used leaf goes first.")] = "lru"
+    name: Annotated[
+        Literal["lru", "value", "lfu", "arc", "s3fifo"],
+        _text(
+            "value: what is expected to save the most prefill per byte stays (docs/policy.md); "
+            "lru: the least recently used leaf goes first; lfu, arc, s3fifo: for comparison."
+        ),
+    ] = "lru"
 
 
 class Config(_Section, frozen=True):

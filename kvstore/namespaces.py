@@ -18,6 +18,7 @@ from kvstore.types import (
     FINGERPRINT_BYTES,
     PARTS_MAX,
     BoolArray,
+    IntArray,
     NamespaceId,
     NamespaceKind,
     UIntArray,
@@ -74,6 +75,8 @@ class NamespaceTable:
         self._namespaces_max = namespaces_max
         self.leaf_exempt: BoolArray = np.zeros(namespaces_max, np.bool_)
         """By index: blocks may be evicted although they have children in the tier."""
+        self.block_tokens: IntArray = np.zeros(namespaces_max, np.int64)
+        """By index; 0 beyond those known."""
         self.clear_counts = np.zeros(namespaces_max, np.uint32)
         """By index: records with another clear count never match."""
 
@@ -147,6 +150,7 @@ class NamespaceTable:
         self._by_index.append(namespace)
         self._by_id[namespace.id] = namespace
         self.leaf_exempt[namespace.index] = not namespace.is_prefix_closed
+        self.block_tokens[namespace.index] = namespace.layout.block_tokens
         self.clear_counts[namespace.index] = namespace.clear_count
         return namespace
 

@@ -1,7 +1,8 @@
 """What is worth keeping, and who goes first.
 
-Primitives: `Policy` (the judgement: told of uses, asked for scores), `LruLeaf` (the plain one),
-`make_policy`, `VictimPicker` (finds the lowest scores among replicas that may leave now).
+Primitives: `Policy` (the judgement: told of uses, asked for scores), `LruLeaf` (the plain one; the
+others are in `policies`), `VictimPicker` (finds the lowest scores among replicas that may leave
+now).
 
 Pure: time and random numbers come as arguments. A policy changes nothing but the catalog's `uses`
 and `last_use`; the picker changes nothing at all: evicting what it returns is the caller's.
@@ -20,7 +21,6 @@ import numpy as np
 
 from kvstore.arrays import distinct
 from kvstore.catalog import Catalog
-from kvstore.errors import ConfigError
 from kvstore.types import BoolArray, FloatArray, IntArray, ReplicaState, Tier
 
 _ABSENT, _READY = int(ReplicaState.ABSENT), int(ReplicaState.READY)
@@ -40,6 +40,8 @@ _WINDOW = 32768
 """Rows a scan looks at in one piece: about 0.1 ms."""
 _WINDOWS_MAX = 8
 _SCAN_ROWS_A_VICTIM = 2048
+_SECONDS_A_BLOCK = 1e-9
+"""Orders equal times by depth; a chain of a million blocks shifts by a millisecond."""
 _SCAN_PAUSE_SECONDS = 0.001
 """Pause after a fruitless scan, a window of the catalog: ten times what the scan took."""
 
@@ -67,6 +69,8 @@ class Policy(Protocol):
     """
 
     name: str
+    wear_refusals: int
+    """Blocks `admit` has refused so far because they are not worth the wear."""
 
     def inserted(self, rows: IntArray, now: float, request: RequestShape = UNKNOWN_REQUEST) -> None:
         """Blocks became READY: new, recovered (`uses` set before), or back in a faster tier."""
@@ -91,8 +95,7 @@ class LruLeaf:
     """The least recently used leaf goes first; of one request's blocks the deepest. Admits all."""
 
     name = "lru"
-    _SECONDS_A_BLOCK = 1e-9
-    """Orders equal times by depth; a chain of a million blocks shifts by a millisecond."""
+    wear_refusals = 0
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -112,8 +115,7 @@ class LruLeaf:
 
     def scores(self, rows: IntArray, tier: Tier, now: float) -> FloatArray:
         """Time of the last use."""
-        catalog = self._catalog
-        return catalog.last_use[rows] - catalog.depth[rows] * self._SECONDS_A_BLOCK
+        return lru_order(self._catalog, rows)
 
     def admit(self, rows: IntArray, tier: Tier, now: float) -> BoolArray:
         """Everything."""
@@ -124,11 +126,9 @@ class LruLeaf:
         return np.ones(rows.size, np.bool_)
 
 
-def make_policy(name: str, catalog: Catalog) -> Policy:
-    """The policy called `name` in the configuration. Raises ConfigError."""
-    if name == LruLeaf.name:
-        return LruLeaf(catalog)
-    raise ConfigError(f"policy.name={name!r} does not exist; use {LruLeaf.name!r}")
+def lru_order(catalog: Catalog, rows: IntArray) -> FloatArray:
+    """Time of the last use; of blocks used together the deepest comes first."""
+    return catalog.last_use[rows] - catalog.depth[rows] * _SECONDS_A_BLOCK
 
 
 @dataclass(slots=True, eq=False)

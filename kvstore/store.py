@@ -26,6 +26,7 @@ from kvstore.arrays import distinct
 from kvstore.boundary import GroupReach, common_boundary
 from kvstore.catalog import ABSENT_ROW, Catalog
 from kvstore.config import Config
+from kvstore.costs import Costs
 from kvstore.counters import TIERS, Counters
 from kvstore.errors import InvalidRequest, check
 from kvstore.lease import LeaseTable, ReservationTable
@@ -85,6 +86,7 @@ class Store:
     leases: LeaseTable
     reservations: ReservationTable
     namespaces: NamespaceTable
+    costs: Costs
     policy: Policy
     host: HostTier | None
     nvme: NvmeTier | None

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore.catalog import ABSENT_ROW, Catalog
-from kvstore.errors import ConfigError
-from kvstore.policy import LruLeaf, VictimPicker, make_policy
+from kvstore.policy import LruLeaf, VictimPicker
 from kvstore.types import ReplicaState, Tier
 
 READY, ABSENT = ReplicaState.READY, ReplicaState.ABSENT
@@ -179,13 +178,3 @@ def test_slabs_that_come_and_go_are_noticed(host):
     assert host.pick(2) == [second[0]]
     host.held = np.array([], np.int64)
     assert host.pick(2) == []
-
-
-def test_policies_are_made_by_name(host):
-    policy = make_policy("lru", host.catalog)
-    rows = host.chain(2, 1.0)
-    assert policy.name == "lru"
-    assert policy.admit(rows, Tier.NVME, 1.0).all()
-    assert policy.promote(rows, 1.0).all()
-    with pytest.raises(ConfigError, match=r"policy\.name='best'"):
-        make_policy("best", host.catalog)

@@ -1,0 +1,61 @@
+"""What catalog rows cost: the policy's view of the cost model, many rows at a time.
+
+Primitive: `BlockCosts`. Pure; copies the beliefs when asked to and reads them from then on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.catalog import Catalog
+from kvstore.costs import Costs
+from kvstore.types import FloatArray, IntArray, Tier
+
+
+class BlockCosts:
+    """Seconds and bytes of rows. Namespaces differ in their tokens a block and in their model."""
+
+    def __init__(self, catalog: Catalog, costs: Costs, block_tokens: IntArray) -> None:
+        """`block_tokens` int64[namespaces_max], by index; the caller keeps it current."""
+        self._catalog = catalog
+        self._costs = costs
+        self.block_tokens = block_tokens
+        self._first: FloatArray = np.zeros(0)
+        self._each: FloatArray = np.zeros(0)
+        self._byte_seconds: dict[Tier, float] = {}
+        self.refresh()
+
+    @property
+    def nbytes(self) -> int:
+        return self._first.nbytes + self._each.nbytes
+
+    def refresh(self) -> None:
+        """Take the beliefs as they are now."""
+        known = int(np.count_nonzero(self.block_tokens))
+        self._first, self._each = np.zeros((2, known + 1))
+        for index in range(known + 1):
+            tokens = float(self.block_tokens[index]) if index < known else 1.0
+            cost = self._costs.prefill(index)
+            self._first[index] = cost.seconds(0.0, tokens)
+            # Linear in the depth: each block before costs so much more.
+            self._each[index] = cost.seconds(tokens, 2 * tokens) - self._first[index]
+        for tier in (Tier.HOST, Tier.NVME):
+            link = self._costs.link(tier)
+            self._byte_seconds[tier] = link.seconds_per_byte + link.decode_seconds_per_byte
+
+    def recompute_seconds(self, rows: IntArray) -> FloatArray:
+        """To prefill each block, its prefix being there, float64[n]."""
+        namespaces = np.minimum(self._catalog.namespace[rows], len(self._first) - 1)
+        depths = self._catalog.depth[rows]
+        return self._first[namespaces] + self._each[namespaces] * depths
+
+    def load_seconds(self, rows: IntArray, tier: Tier) -> FloatArray:
+        """To bring each block up from `tier` to the engine as part of a long load, float64[n]."""
+        seconds = self._byte_seconds[Tier.HOST]
+        if tier == Tier.NVME:
+            seconds += self._byte_seconds[Tier.NVME]
+        return self.bytes(rows) * seconds
+
+    def bytes(self, rows: IntArray) -> FloatArray:
+        """Payload of each block, float64[n]."""
+        return self._catalog.length[rows].astype(np.float64)

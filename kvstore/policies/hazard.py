@@ -1,0 +1,149 @@
+"""How likely blocks are to be used again, by class and by time since their last use.
+
+Primitives:
+  `Hazard`     learns from intervals between uses; tells the index and the chance of a use
+  `Intervals`  intervals by class and age, as counts
+
+An interval is *closed* by the next use, or *open* (nobody has used the block since): open ones
+count as exposure only, which is what keeps rare re-use from looking certain. Pure numpy; the caller
+numbers classes.
+
+Index of (class, age): the highest rate of re-use over any horizon, P(used within it) ÷ expected
+waiting time (the Gittins index of a bandit that ends at re-use). Before any data it is 1 ÷ age.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.types import FloatArray, IntArray
+
+BUCKETS = 48
+"""Ages from 1/16 s to 12 days, two buckets an octave."""
+_OCTAVE_BUCKETS = 2
+_AGE_MIN = 1.0 / 16.0
+_FIRST = -4 * _OCTAVE_BUCKETS
+_PRIOR_INTERVALS = 50.0
+"""Intervals that the prior curve counts for: pooled data for a class, 1 ÷ age for the pool."""
+_CLOSED_MAX = 1 << 20
+"""Past so many closed intervals their weight is halved, so that a new workload shows in time."""
+
+_EDGES: FloatArray = np.concatenate(
+    ([0.0], 2.0 ** ((np.arange(1, BUCKETS + 1) + _FIRST) / _OCTAVE_BUCKETS))
+)
+_LOW, _WIDTHS = _EDGES[:-1], np.diff(_EDGES)
+_AHEAD = np.triu(np.ones((BUCKETS, BUCKETS), np.bool_))
+_MIDDLES = np.sqrt(np.maximum(_LOW, _AGE_MIN / 2) * _EDGES[1:])
+
+
+def buckets_of(ages: FloatArray) -> IntArray:
+    """The age bucket of each of `ages` (seconds), int64[n]."""
+    steps = np.log2(np.maximum(ages, _AGE_MIN)) * _OCTAVE_BUCKETS - _FIRST
+    buckets: IntArray = np.minimum(steps, BUCKETS - 1).astype(np.int64)
+    return buckets
+
+
+class Intervals:
+    """Per class and bucket: how many intervals ended there, and how far into it, in seconds."""
+
+    def __init__(self, classes: int) -> None:
+        self.ends: FloatArray = np.zeros((classes, BUCKETS))
+        self.rests: FloatArray = np.zeros((classes, BUCKETS))
+
+    def add(self, classes: IntArray, ages: FloatArray) -> None:
+        """Intervals that ended, or have lasted until now."""
+        buckets = buckets_of(ages)
+        flat = classes * BUCKETS + buckets
+        size = self.ends.size
+        rests = np.clip(ages - _LOW[buckets], 0.0, _WIDTHS[buckets])
+        self.ends += np.bincount(flat, minlength=size).reshape(self.ends.shape)
+        self.rests += np.bincount(flat, weights=rests, minlength=size).reshape(self.ends.shape)
+
+    def grow(self, classes: int) -> None:
+        """More classes, without intervals."""
+        more = np.zeros((classes - len(self.ends), BUCKETS))
+        self.ends = np.concatenate((self.ends, more))
+        self.rests = np.concatenate((self.rests, more))
+
+    def fade(self) -> None:
+        """Half the weight."""
+        self.ends *= 0.5
+        self.rests *= 0.5
+
+    @property
+    def nbytes(self) -> int:
+        return self.ends.nbytes + self.rests.nbytes
+
+
+class Hazard:
+    """The curves. `closed` and `cut` (left unobserved) are added to; `fit` makes them count."""
+
+    def __init__(self, classes: int) -> None:
+        self.closed = Intervals(0)
+        self.cut = Intervals(0)
+        self._rates: FloatArray
+        self._index: FloatArray
+        self._reached: FloatArray
+        """Hazard summed up to each bucket's start."""
+        self.grow(classes)
+
+    @property
+    def classes(self) -> int:
+        return len(self.closed.ends)
+
+    def grow(self, classes: int) -> None:
+        """More classes; they begin as the others taken together."""
+        self.closed.grow(classes)
+        self.cut.grow(classes)
+        self.fit(Intervals(classes))
+
+    @property
+    def nbytes(self) -> int:
+        tables = (self._rates, self._index, self._reached)
+        return self.closed.nbytes + self.cut.nbytes + sum(table.nbytes for table in tables)
+
+    def index(self, classes: IntArray, ages: FloatArray) -> FloatArray:
+        """Uses a second to expect at best, float64[n]."""
+        return self._index[classes, buckets_of(ages)]
+
+    def chance(self, classes: IntArray, ages: FloatArray, seconds: float) -> FloatArray:
+        """Probability of a use within `seconds` from now, float64[n]."""
+        summed = self._summed(classes, ages + seconds) - self._summed(classes, ages)
+        return -np.expm1(-summed)
+
+    def fit(self, still_open: Intervals) -> None:
+        """New curves, from what was added and the intervals that are open now."""
+        events = self.closed.ends
+        ends = events + self.cut.ends + still_open.ends
+        longer = ends.sum(axis=1, keepdims=True) - ends.cumsum(axis=1)
+        exposure = longer * _WIDTHS + self.closed.rests + self.cut.rests + still_open.rests
+        prior = _PRIOR_INTERVALS * _WIDTHS
+        pooled = (events.sum(axis=0) + prior / _MIDDLES) / (exposure.sum(axis=0) + prior)
+        self._rates = (events + pooled * prior) / (exposure + prior)
+        steps = self._rates * _WIDTHS
+        self._reached = steps.cumsum(axis=1) - steps
+        # Classes without data of their own all have the pooled curve.
+        known = ends.any(axis=1)
+        self._index = np.repeat(_best_rates(pooled[None]), self.classes, axis=0)
+        self._index[known] = _best_rates(self._rates[known])
+        if events.sum() > _CLOSED_MAX:
+            self.closed.fade()
+            self.cut.fade()
+
+    def _summed(self, classes: IntArray, ages: FloatArray) -> FloatArray:
+        buckets = buckets_of(ages)
+        inside = self._rates[classes, buckets] * (ages - _LOW[buckets])
+        return self._reached[classes, buckets] + inside
+
+
+def _best_rates(rates: FloatArray) -> FloatArray:
+    """Index at each bucket's start: P(use by k) ÷ E(time until then), the best over all k."""
+    steps = rates * _WIDTHS
+    reached = steps.cumsum(axis=1)
+    waits = -np.expm1(-steps) / rates
+    # [class, from, to]: what is summed up between the start of one bucket and that of another.
+    before = np.maximum((reached - steps)[:, None, :] - (reached - steps)[:, :, None], 0.0)
+    seconds = np.where(_AHEAD, np.exp(-before) * waits[:, None, :], 0.0).cumsum(axis=2)
+    chance = -np.expm1(-np.maximum(reached[:, None, :] - (reached - steps)[:, :, None], 0.0))
+    best: FloatArray = np.where(_AHEAD, chance / np.maximum(seconds, 1e-300), 0.0).max(axis=2)
+    return best
