@@ -10,8 +10,8 @@ from kvstore.client.core import DirectoryReads, KVClient
 from kvstore.client.groups import LeasedGroup, Ready
 from kvstore.client.lease import ReadLease
 from kvstore.client.loading import LoadResult
-from kvstore.client.names import FlatNames, Names
-from kvstore.client.namespace import Existence, NamespaceHandle
+from kvstore.client.names import FlatNames, Names, RawNames
+from kvstore.client.namespace import Existence, ListedPage, NamespaceHandle
 from kvstore.client.reservation import SharedReservation, WriteReservation
 from kvstore.client.statistics import ClientStatistics
 
@@ -22,9 +22,11 @@ __all__ = [
     "FlatNames",
     "KVClient",
     "LeasedGroup",
+    "ListedPage",
     "LoadResult",
     "Names",
     "NamespaceHandle",
+    "RawNames",
     "ReadLease",
     "Ready",
     "SharedReservation",

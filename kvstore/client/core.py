@@ -1,7 +1,7 @@
 """The engine-side client: one object per process, thread-safe, never in the engine's way.
 
 Primitives of `KVClient`:
-  `namespace`      a handle with all verbs on one namespace's blocks
+  `namespace`      a handle with all verbs on one namespace's blocks; `known_namespace` by its id
   `match_groups`   one lease over several KV groups of a hybrid model
   `wait_connected`, `connected`, `away_reason`, `directory_reads`, `statistics`
   `stat`, `clear_all`, `close`
@@ -222,6 +222,24 @@ class KVClient:
             return request_lease(self._session, self._keeper, life, wanted, prompt_tokens, limit)
         except KVStoreError as error:
             return ReadLease(self._session, self._keeper, None, reason=reason_of(error))
+
+    def known_namespace(self, namespace: NamespaceId) -> NamespaceHandle:
+        """The handle of a namespace that was declared by whoever knows its layout.
+
+        Raises NamespaceUnknown when nobody did, and KVStoreError.
+        """
+        known = self._handles.get(namespace)
+        if known is not None:
+            return known
+        found = self._session.call("Describe", pb.DescribeRequest(namespace=namespace))
+        sizes = found.layout
+        return self.namespace(
+            namespace,
+            BlockLayout(sizes.block_tokens, sizes.layers, sizes.layer_bytes, sizes.ranks),
+            kind=NamespaceKind(found.kind),
+            window_tokens=found.window_tokens,
+            label=found.label,
+        )
 
     def _handle_of(self, names: Names) -> NamespaceHandle:
         try:

@@ -142,9 +142,15 @@ class ReadLease:
     # ------------------------------------------------------------------ bringing the rest up
 
     def load(
-        self, *, layer_order: bool = False, deadline_seconds: float | None = None
+        self,
+        *,
+        layer_order: bool = False,
+        staging: bool = False,
+        deadline_seconds: float | None = None,
     ) -> Generator[Ready, None, None]:
         """Yield what is readable: first what lies in the host tier, then the rest as it arrives.
+
+        `staging`: what arrives leaves the host tier again with this lease.
 
         Ends when all has come or the rest will not come: `groups[i].whole` tells how far, `reason`
         why. Raises LeaseExpired, LeaseUnknown, PeerGone, Unavailable; what was announced before
@@ -161,6 +167,7 @@ class ReadLease:
             lease=self._lease,
             order=pb.LAYER_ORDER if layer_order else pb.BLOCK_ORDER,
             deadline_ms=max(1, int(limit * 1000)),
+            staging=staging,
         )
         # The transport's deadline is a little later, so that the daemon's last word arrives.
         call = self._session.stream("Load", request, limit + _GRACE_SECONDS)

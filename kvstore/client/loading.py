@@ -54,6 +54,8 @@ class Order:
     """None: whole blocks. Else rows hold one rank's bytes."""
     copy_threads: int
     deadline_seconds: float
+    staging: bool
+    """What is brought up from below leaves the host tier again."""
 
     @property
     def names(self) -> bytes:
@@ -164,7 +166,7 @@ class Loader:
             return LoadResult(0, reason=lease.reason or ABSENT)
         group, failure = lease.groups[0], ""
         try:
-            for ready in lease.load(deadline_seconds=order.deadline_seconds):
+            for ready in lease.load(staging=order.staging, deadline_seconds=order.deadline_seconds):
                 self._copy_ready(order, group, ready)
         except KVStoreError as error:
             failure = reason_of(error)

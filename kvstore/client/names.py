@@ -1,6 +1,7 @@
-"""Names of blocks as the client's verbs take them: chained (`Chain`) or opaque keys (`FlatNames`).
+"""Names of blocks as the client's verbs take them: chained (`Chain`), opaque keys
+(`FlatNames`), or made elsewhere (`RawNames`).
 
-Primitives: `Names` (what both offer), `FlatNames`, `check_names`. Pure.
+Primitives: `Names` (what both offer), `FlatNames`, `RawNames`, `stretch`. Pure.
 """
 
 from __future__ import annotations
@@ -42,6 +43,32 @@ class FlatNames:
 
     def parent_of(self, depth: int) -> bytes:
         return self.namespace
+
+
+class RawNames:
+    """Fingerprints made elsewhere, 32 bytes each, back to back.
+
+    `parent`: what the first one follows in a chained namespace; by default the root.
+    """
+
+    def __init__(self, namespace: NamespaceId, joined: bytes, parent: bytes = b"") -> None:
+        """Raises InvalidRequest when `joined` or `parent` is ragged."""
+        self.namespace = namespace
+        self.joined = joined
+        self._parent = parent or namespace
+        if len(joined) % FINGERPRINT_BYTES or len(self._parent) != FINGERPRINT_BYTES:
+            raise InvalidRequest(
+                f"names: {len(joined)} bytes after a parent of {len(self._parent)}; "
+                f"every name has {FINGERPRINT_BYTES}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.joined) // FINGERPRINT_BYTES
+
+    def parent_of(self, depth: int) -> bytes:
+        if not depth:
+            return self._parent
+        return self.joined[(depth - 1) * FINGERPRINT_BYTES : depth * FINGERPRINT_BYTES]
 
 
 def stretch(names: Names, namespace: bytes, start: int, count: int) -> bytes:

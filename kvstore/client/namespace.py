@@ -7,7 +7,7 @@ Primitives of `NamespaceHandle`:
   `lease`                      blocks that stay put, for engines that copy themselves
   `store`                      copies at once, commits in the background
   `reserve`, `join`            slots to fill in place; several ranks of one engine
-  `exists`, `prefetch`, `flush`, `delete`, `clear`
+  `exists`, `list`, `score`, `prefetch`, `pin`, `unpin`, `flush`, `delete`, `clear`
 
 `match`, `load`, `store`, `lease` and `reserve` never raise for what the daemon does or does not do:
 their results carry the reason. The others raise typed errors.
@@ -58,6 +58,15 @@ class Existence:
 
     prefix_blocks: int
     tiers: ByteArray
+
+
+@dataclass(frozen=True)
+class ListedPage:
+    """`names` 32 bytes a block; `tiers` as in Existence; `cursor` of the next page, 0: none."""
+
+    names: bytes
+    tiers: ByteArray
+    cursor: int
 
 
 class NamespaceHandle:
@@ -196,7 +205,11 @@ class NamespaceHandle:
     def _lease_for(self, order: Order) -> ReadLease:
         joined = order.names if self.kind is NamespaceKind.FLAT else order.joined
         return self._request_lease(
-            order.life, order.declared, joined, order.deadline_seconds, begin_load=True
+            order.life,
+            order.declared,
+            joined,
+            order.deadline_seconds,
+            begin_load=not order.staging,
         )
 
     def _leading_in_host(self, names: Names) -> int:
@@ -217,13 +230,15 @@ class NamespaceHandle:
         rank: int | None = None,
         deadline_seconds: float | None = None,
         copy_threads: int = 1,
+        staging: bool = False,
     ) -> LoadResult:
         """Copy the stored ones among blocks [start, start + len(into)), from the first on.
 
         `into`: uint8 [n, bytes] or n arrays of `bytes` each, bytes = `layout.block_bytes`, or
         `layout.rank_payload_bytes` when only one `rank`'s part is wanted. No call when the
-        directory has them all; otherwise the rest is promoted within `deadline_seconds`. Raises
-        InvalidRequest for wrong sizes.
+        directory has them all; otherwise the rest is promoted within `deadline_seconds`, to stay
+        in the host tier or, with `staging`, to pass through it. Raises InvalidRequest for wrong
+        sizes.
         """
         size = self.layout.block_bytes
         if rank is not None:
@@ -237,7 +252,7 @@ class NamespaceHandle:
         life, declared = attached
         limit = self._session.deadline_seconds if deadline_seconds is None else deadline_seconds
         return self._loader.load(
-            Order(life, declared, self.id, joined, start, rows, rank, copy_threads, limit)
+            Order(life, declared, self.id, joined, start, rows, rank, copy_threads, limit, staging)
         )
 
     # ------------------------------------------------------------------ writes
@@ -321,9 +336,55 @@ class NamespaceHandle:
         """Hint that these blocks will be asked for soon; blocks accepted. Raises KVStoreError."""
         joined = stretch(names, self.id, 0, len(names))
         group = pb.Group(namespace=self.id, fingerprints=joined)
-        life = self._session.life
-        request = pb.PrefetchRequest(client=life.client if life else 0, groups=[group])
+        request = pb.PrefetchRequest(client=self._client_number(), groups=[group])
         return int(self._session.call("Prefetch", request).accepted)
+
+    def list(self, cursor: int = 0, blocks_max: int = 0) -> ListedPage:
+        """A page of what is stored, from a page's `cursor` on. Raises KVStoreError."""
+        request = pb.ListRequest(namespace=self.id, cursor=cursor, blocks_max=blocks_max)
+        reply = self._session.call("List", request)
+        return ListedPage(reply.fingerprints, unpack_u8(reply.tiers, "tiers"), reply.cursor)
+
+    def pin(
+        self, names: Names, seconds: float, *, hard: bool = False, tenant: str = ""
+    ) -> tuple[int, str]:
+        """Keep the leading stored blocks; (how many, why not all: "", "absent", "budget").
+
+        At most 2,048 names. Raises KVStoreError.
+        """
+        request = pb.PinRequest(
+            client=self._client_number(),
+            namespace=self.id,
+            fingerprints=stretch(names, self.id, 0, len(names)),
+            seconds=seconds,
+            hard=hard,
+            tenant=tenant,
+        )
+        reply = self._session.call("Pin", request)
+        return reply.pinned, reply.short_reason
+
+    def unpin(self, names: Names, *, tenant: str = "") -> int:
+        """End pins of this tenant; how many there were. Raises KVStoreError."""
+        request = pb.UnpinRequest(
+            client=self._client_number(),
+            namespace=self.id,
+            fingerprints=stretch(names, self.id, 0, len(names)),
+            tenant=tenant,
+        )
+        return int(self._session.call("Unpin", request).unpinned)
+
+    def score(self, names: Names, prompt_tokens: int = 0) -> tuple[dict[int, int], float]:
+        """({tier: tokens of the prefix there}, predicted seconds to the first token or 0)."""
+        joined = stretch(names, self.id, 0, len(names))
+        request = pb.ScoreRequest(
+            namespace=self.id, fingerprints=joined, prompt_tokens=prompt_tokens
+        )
+        reply = self._session.call("Score", request)
+        return dict(reply.tokens_by_tier), reply.predicted_ttft_seconds
+
+    def _client_number(self) -> int:
+        life = self._session.life
+        return life.client if life else 0
 
     def flush(self, names: Names, *, deadline_seconds: float = 10.0) -> BoolArray:
         """bool [n]: which blocks are durable by the deadline. Raises KVStoreError."""
