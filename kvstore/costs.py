@@ -7,7 +7,8 @@ Primitives:
   `Costs`        the current beliefs, of every namespace and tier; `snapshot` and `restore`
 
 Pure: samples come as arguments, the newest count most, and nothing here reads a clock. A belief
-starts from a guess, whose proportions hold until samples say otherwise.
+starts from a guess, whose proportions hold until samples say otherwise; it changes in `refresh`
+only.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ class Fit:
         self._fade = fade
         self._terms: list[tuple[float, ...]] = []
         self._seconds: list[float] = []
-        self._fitted: FloatArray | None = None
+        self.coefficients: FloatArray = self.guess
+        """float64, one a term, as of the last `refit`; the guess before it."""
+        self.is_due = False
+        """Samples came since the last `refit`."""
         self.error = 0.0
         """Median of |prediction ÷ seen − 1| over the samples kept."""
 
@@ -110,16 +114,11 @@ class Fit:
             return
         self._terms = [*self._terms, terms][-SAMPLES_MAX:]
         self._seconds = [*self._seconds, max(seconds, _SECONDS_MIN)][-SAMPLES_MAX:]
-        self._fitted = None
+        self.is_due = True
 
-    @property
-    def coefficients(self) -> FloatArray:
-        """float64, one a term; the guess before the first sample."""
-        if self._fitted is None:
-            self._fitted = self._fit() if self._seconds else self.guess
-        return self._fitted
-
-    def _fit(self) -> FloatArray:
+    def refit(self) -> None:
+        """Learn from the samples: about a millisecond."""
+        self.is_due = False
         count = len(self._seconds)
         recency: FloatArray = np.power(self._fade, np.arange(count - 1.0, -1.0, -1.0))
         # Of each sample's seconds the share a term explains, if the guess were right.
@@ -132,8 +131,7 @@ class Fit:
             weights = recency / np.maximum(residual, _RESIDUAL_MIN)
             factors = _least_squares(shares, weights)
         self.error = _weighted_median(np.abs(shares @ factors - 1.0), recency)
-        fitted: FloatArray = self.guess * scale * factors
-        return fitted
+        self.coefficients = self.guess * scale * factors
 
     def snapshot(self) -> list[list[float]]:
         """The samples, oldest first: terms, then seconds."""
@@ -220,6 +218,18 @@ class Costs:
         return LinkCost(*self._links[tier].coefficients.tolist())
 
     # ------------------------------------------------------------------ told
+
+    def refresh(self) -> bool:
+        """Learn from the samples of one belief that got some, about a millisecond; False when none
+        did.
+        """
+        due = next((fit for fit in self._fits() if fit.is_due), None)
+        if due is not None:
+            due.refit()
+        return due is not None
+
+    def _fits(self) -> Iterable[Fit]:
+        return (*self._links.values(), *self._prefill.values())
 
     def declare(
         self, namespace_index: int, namespace: NamespaceId, size: ModelSize | None = None
