@@ -11,8 +11,10 @@ class LoadOrder(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     BLOCK_ORDER: _ClassVar[LoadOrder]
     LAYER_ORDER: _ClassVar[LoadOrder]
+    BACK_ORDER: _ClassVar[LoadOrder]
 BLOCK_ORDER: LoadOrder
 LAYER_ORDER: LoadOrder
+BACK_ORDER: LoadOrder
 
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "unmapped")
@@ -112,20 +114,32 @@ class Layout(_message.Message):
     def __init__(self, block_tokens: _Optional[int] = ..., layers: _Optional[int] = ..., layer_bytes: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class DeclareRequest(_message.Message):
-    __slots__ = ("client", "namespace", "kind", "layout", "window_tokens", "label")
+    __slots__ = ("client", "namespace", "kind", "layout", "window_tokens", "label", "model")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     client: int
     namespace: bytes
     kind: str
     layout: Layout
     window_tokens: int
     label: str
-    def __init__(self, client: _Optional[int] = ..., namespace: _Optional[bytes] = ..., kind: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., window_tokens: _Optional[int] = ..., label: _Optional[str] = ...) -> None: ...
+    model: ModelSize
+    def __init__(self, client: _Optional[int] = ..., namespace: _Optional[bytes] = ..., kind: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., window_tokens: _Optional[int] = ..., label: _Optional[str] = ..., model: _Optional[_Union[ModelSize, _Mapping]] = ...) -> None: ...
+
+class ModelSize(_message.Message):
+    __slots__ = ("parameters", "layers", "hidden")
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    parameters: float
+    layers: int
+    hidden: int
+    def __init__(self, parameters: _Optional[float] = ..., layers: _Optional[int] = ..., hidden: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ("namespace",)
@@ -154,28 +168,82 @@ class NamespaceReply(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., index: _Optional[int] = ..., kind: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., window_tokens: _Optional[int] = ..., label: _Optional[str] = ..., clear_count: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("namespace", "fingerprints")
+    __slots__ = ("namespace", "fingerprints", "hints")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     fingerprints: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ...) -> None: ...
+    hints: _containers.RepeatedCompositeFieldContainer[Hint]
+    def __init__(self, namespace: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., hints: _Optional[_Iterable[_Union[Hint, _Mapping]]] = ...) -> None: ...
+
+class Hint(_message.Message):
+    __slots__ = ("hint_class", "start_tokens", "end_tokens")
+    HINT_CLASS_FIELD_NUMBER: _ClassVar[int]
+    START_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    END_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    hint_class: int
+    start_tokens: int
+    end_tokens: int
+    def __init__(self, hint_class: _Optional[int] = ..., start_tokens: _Optional[int] = ..., end_tokens: _Optional[int] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("client", "groups", "prompt_tokens", "deadline_ms", "want_lease", "begin_load")
+    __slots__ = ("client", "groups", "prompt_tokens", "deadline_ms", "want_lease", "begin_load", "plan")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     WANT_LEASE_FIELD_NUMBER: _ClassVar[int]
     BEGIN_LOAD_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     client: int
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     prompt_tokens: int
     deadline_ms: int
     want_lease: bool
     begin_load: bool
-    def __init__(self, client: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., want_lease: bool = ..., begin_load: bool = ...) -> None: ...
+    plan: Ability
+    def __init__(self, client: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., want_lease: bool = ..., begin_load: bool = ..., plan: _Optional[_Union[Ability, _Mapping]] = ...) -> None: ...
+
+class Ability(_message.Message):
+    __slots__ = ("prompt_tokens", "held_blocks", "stages", "unit_blocks")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    UNIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    held_blocks: int
+    stages: int
+    unit_blocks: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., held_blocks: _Optional[int] = ..., stages: _Optional[int] = ..., unit_blocks: _Optional[int] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("first", "last", "from_back", "in_layers", "ttft_seconds", "recompute_seconds", "begin_seconds", "load_seconds", "saved_seconds", "seconds_per_call", "seconds_per_token", "seconds_per_token_position")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    FROM_BACK_FIELD_NUMBER: _ClassVar[int]
+    IN_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_CALL_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_TOKEN_POSITION_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    last: int
+    from_back: bool
+    in_layers: bool
+    ttft_seconds: float
+    recompute_seconds: float
+    begin_seconds: float
+    load_seconds: float
+    saved_seconds: float
+    seconds_per_call: float
+    seconds_per_token: float
+    seconds_per_token_position: float
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ..., from_back: bool = ..., in_layers: bool = ..., ttft_seconds: _Optional[float] = ..., recompute_seconds: _Optional[float] = ..., begin_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., saved_seconds: _Optional[float] = ..., seconds_per_call: _Optional[float] = ..., seconds_per_token: _Optional[float] = ..., seconds_per_token_position: _Optional[float] = ...) -> None: ...
 
 class GroupMatch(_message.Message):
     __slots__ = ("blocks", "first", "offsets", "generations", "tiers")
@@ -192,34 +260,38 @@ class GroupMatch(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., first: _Optional[int] = ..., offsets: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., tiers: _Optional[bytes] = ...) -> None: ...
 
 class MatchReply(_message.Message):
-    __slots__ = ("boundary_tokens", "lease", "lease_seconds", "groups", "short_reason", "boot_id")
+    __slots__ = ("boundary_tokens", "lease", "lease_seconds", "groups", "short_reason", "boot_id", "plan")
     BOUNDARY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     SHORT_REASON_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     boundary_tokens: int
     lease: int
     lease_seconds: float
     groups: _containers.RepeatedCompositeFieldContainer[GroupMatch]
     short_reason: str
     boot_id: int
-    def __init__(self, boundary_tokens: _Optional[int] = ..., lease: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[GroupMatch, _Mapping]]] = ..., short_reason: _Optional[str] = ..., boot_id: _Optional[int] = ...) -> None: ...
+    plan: Plan
+    def __init__(self, boundary_tokens: _Optional[int] = ..., lease: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[GroupMatch, _Mapping]]] = ..., short_reason: _Optional[str] = ..., boot_id: _Optional[int] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("client", "lease", "order", "deadline_ms", "staging")
+    __slots__ = ("client", "lease", "order", "deadline_ms", "staging", "first_block")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     client: int
     lease: int
     order: LoadOrder
     deadline_ms: int
     staging: bool
-    def __init__(self, client: _Optional[int] = ..., lease: _Optional[int] = ..., order: _Optional[_Union[LoadOrder, str]] = ..., deadline_ms: _Optional[int] = ..., staging: bool = ...) -> None: ...
+    first_block: int
+    def __init__(self, client: _Optional[int] = ..., lease: _Optional[int] = ..., order: _Optional[_Union[LoadOrder, str]] = ..., deadline_ms: _Optional[int] = ..., staging: bool = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class LoadReply(_message.Message):
     __slots__ = ("grants", "short_reason", "ready", "failed", "done")
@@ -266,18 +338,59 @@ class RenewReply(_message.Message):
     def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("client", "used", "missed_blocks")
+    __slots__ = ("client", "used", "missed_blocks", "prefills", "copies")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     MISSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     client: int
     used: _containers.RepeatedCompositeFieldContainer[Group]
     missed_blocks: int
-    def __init__(self, client: _Optional[int] = ..., used: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., missed_blocks: _Optional[int] = ...) -> None: ...
+    prefills: _containers.RepeatedCompositeFieldContainer[PrefillTime]
+    copies: _containers.RepeatedCompositeFieldContainer[CopyTime]
+    def __init__(self, client: _Optional[int] = ..., used: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., missed_blocks: _Optional[int] = ..., prefills: _Optional[_Iterable[_Union[PrefillTime, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[CopyTime, _Mapping]]] = ...) -> None: ...
+
+class PrefillTime(_message.Message):
+    __slots__ = ("namespace", "start_tokens", "end_tokens", "seconds")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    START_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    END_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    start_tokens: int
+    end_tokens: int
+    seconds: float
+    def __init__(self, namespace: _Optional[bytes] = ..., start_tokens: _Optional[int] = ..., end_tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class CopyTime(_message.Message):
+    __slots__ = ("bytes", "seconds")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    seconds: float
+    def __init__(self, bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("break_even",)
+    BREAK_EVEN_FIELD_NUMBER: _ClassVar[int]
+    break_even: _containers.RepeatedCompositeFieldContainer[BreakEven]
+    def __init__(self, break_even: _Optional[_Iterable[_Union[BreakEven, _Mapping]]] = ...) -> None: ...
+
+class BreakEven(_message.Message):
+    __slots__ = ("namespace", "tokens")
+    class TokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    tokens: _containers.ScalarMap[int, int]
+    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class ExistsRequest(_message.Message):
     __slots__ = ("namespace", "fingerprints")
@@ -398,7 +511,7 @@ class ReserveReply(_message.Message):
     def __init__(self, reservation: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., statuses: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("client", "reservation", "rank", "all_ranks", "parent", "fingerprints", "offsets", "end")
+    __slots__ = ("client", "reservation", "rank", "all_ranks", "parent", "fingerprints", "offsets", "end", "hint_classes")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -407,6 +520,7 @@ class CommitRequest(_message.Message):
     FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    HINT_CLASSES_FIELD_NUMBER: _ClassVar[int]
     client: int
     reservation: int
     rank: int
@@ -415,7 +529,8 @@ class CommitRequest(_message.Message):
     fingerprints: bytes
     offsets: bytes
     end: bool
-    def __init__(self, client: _Optional[int] = ..., reservation: _Optional[int] = ..., rank: _Optional[int] = ..., all_ranks: bool = ..., parent: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., end: bool = ...) -> None: ...
+    hint_classes: bytes
+    def __init__(self, client: _Optional[int] = ..., reservation: _Optional[int] = ..., rank: _Optional[int] = ..., all_ranks: bool = ..., parent: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., end: bool = ..., hint_classes: _Optional[bytes] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("statuses", "accepted")
@@ -526,7 +641,7 @@ class ScoreRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class ScoreReply(_message.Message):
-    __slots__ = ("tokens_by_tier", "predicted_ttft_seconds")
+    __slots__ = ("tokens_by_tier", "predicted_ttft_seconds", "recompute_seconds")
     class TokensByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -536,6 +651,22 @@ class ScoreReply(_message.Message):
         def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     TOKENS_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     tokens_by_tier: _containers.ScalarMap[int, int]
     predicted_ttft_seconds: float
-    def __init__(self, tokens_by_tier: _Optional[_Mapping[int, int]] = ..., predicted_ttft_seconds: _Optional[float] = ...) -> None: ...
+    recompute_seconds: float
+    def __init__(self, tokens_by_tier: _Optional[_Mapping[int, int]] = ..., predicted_ttft_seconds: _Optional[float] = ..., recompute_seconds: _Optional[float] = ...) -> None: ...
+
+class ResizeRequest(_message.Message):
+    __slots__ = ("host_bytes",)
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    host_bytes: int
+    def __init__(self, host_bytes: _Optional[int] = ...) -> None: ...
+
+class ResizeReply(_message.Message):
+    __slots__ = ("host_bytes", "host_bytes_used")
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    host_bytes: int
+    host_bytes_used: int
+    def __init__(self, host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ...) -> None: ...

@@ -144,6 +144,11 @@ class ControlStub(object):
                 request_serializer=kvstore_dot_rpc_dot_control__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=kvstore_dot_rpc_dot_control__pb2.ScoreReply.FromString,
                 _registered_method=True)
+        self.Resize = channel.unary_unary(
+                '/kvstore.v1.Control/Resize',
+                request_serializer=kvstore_dot_rpc_dot_control__pb2.ResizeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_rpc_dot_control__pb2.ResizeReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -218,7 +223,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Uses seen through the directory, reported afterwards so that the policy sees them.
+        """Uses seen through the directory, reported afterwards so that the policy sees them; times of prefills and copies.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,7 +243,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Blocks of requests that wait in the engine's queue: brought up while no load needs the bandwidth.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -289,6 +295,13 @@ class ControlServicer(object):
 
     def Score(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resize(self, request, context):
+        """How much memory the host tier may fill, up to what it was started with. Blocks leave as far as needed.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -405,6 +418,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=kvstore_dot_rpc_dot_control__pb2.ScoreRequest.FromString,
                     response_serializer=kvstore_dot_rpc_dot_control__pb2.ScoreReply.SerializeToString,
+            ),
+            'Resize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resize,
+                    request_deserializer=kvstore_dot_rpc_dot_control__pb2.ResizeRequest.FromString,
+                    response_serializer=kvstore_dot_rpc_dot_control__pb2.ResizeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1001,6 +1019,33 @@ class Control(object):
             '/kvstore.v1.Control/Score',
             kvstore_dot_rpc_dot_control__pb2.ScoreRequest.SerializeToString,
             kvstore_dot_rpc_dot_control__pb2.ScoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Control/Resize',
+            kvstore_dot_rpc_dot_control__pb2.ResizeRequest.SerializeToString,
+            kvstore_dot_rpc_dot_control__pb2.ResizeReply.FromString,
             options,
             channel_credentials,
             insecure,
