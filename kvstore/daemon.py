@@ -51,7 +51,7 @@ from kvstore.tier.host import HostTier
 from kvstore.tier.nvme import NvmeTier
 
 EXIT_OK, EXIT_FATAL, EXIT_REFUSED = 0, 1, 2
-SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.00005
 WATCHDOG_EXTRA_SECONDS = 4.0
 """The process ends at the latest this long after the drain time, whatever hangs."""
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name

@@ -121,6 +121,11 @@ class BlockLayout:
                 parts.append(Part(len(parts), rank, first, count, offset, count * self.layer_bytes))
         return tuple(parts)
 
+    @cached_property
+    def all_parts(self) -> int:
+        """Bit mask of a block whose every part is there."""
+        return (1 << len(self.parts)) - 1
+
     def _aligned_layer_step(self, groups: int) -> int:
         """Fewest layers a part may hold so that there are at most `groups` and each starts
         aligned.

@@ -24,12 +24,14 @@ from kvstore.arrays import distinct
 from kvstore.columns import is_unique
 from kvstore.errors import DataError, Unavailable, check
 from kvstore.namespaces import Namespace
-from kvstore.promotion import LoadStream, Piece, Promotion, ReadBatch, runs_of
+from kvstore.promotion import LoadStream, Piece, Promotion, ReadBatch, read_runs
 from kvstore.room import Room
 from kvstore.store import ABSENT, NO_ROWS, READY, GroupMatch, Store
-from kvstore.types import IntArray, ReplicaState
+from kvstore.types import IntArray, ReplicaState, UIntArray
 
 HEAD_BLOCKS = 8
+PORTION_BLOCKS = 32
+"""Blocks promised in one step, about 2 ms; between two steps others have the loop."""
 PUBLISH_BLOCKS = 16
 ROOM_POLL_SECONDS = 0.005
 
@@ -90,6 +92,7 @@ class Mover:
                     if not layer_order:
                         self._start(started, layer_order)
                         started.clear()
+                        await asyncio.sleep(0)
                 group.rows = group.rows[:promised]
         finally:
             self._store.catalog.pins[held] -= 1
@@ -126,7 +129,8 @@ class Mover:
             promotion.listeners.append((stream, number, block))
             stream.blocks_missing += 1
             stream.blocks_unread += bool(promotion.parts_missing)
-            stream.ready += [(number, part, block) for part in promotion.parts_ready]
+            if promotion.parts_ready:
+                stream.ready.append((number, promotion.parts_ready, block))
         return len(rows)
 
     def _give_back(self, slots: Iterable[int]) -> None:
@@ -162,9 +166,8 @@ class Mover:
             return []
         columns.set_host(rows, ReplicaState.FILLING, np.array(slots[: len(rows)], np.int64))
         columns.pins[rows] += 1
-        parts = [part.index for part in namespace.layout.parts]
         made = [
-            Promotion(row, namespace, slot, set(parts))
+            Promotion(row, namespace, slot, namespace.layout.all_parts)
             for row, slot in zip(rows.tolist(), slots, strict=False)
         ]
         self._running.update((promotion.row, promotion) for promotion in made)
@@ -175,28 +178,34 @@ class Mover:
         nvme = self._store.nvme
         if not promotions or nvme is None:
             return
+        rows = np.array([promotion.row for promotion in promotions], np.int64)
+        places = self._store.catalog.nvme_slot[rows].tolist()
         pieces = [
-            piece for promotion in promotions for piece in self._pieces_of(promotion, layer_order)
+            piece
+            for promotion, place, checksums in zip(
+                promotions, places, self._store.catalog.checksums[rows], strict=True
+            )
+            for piece in self._pieces_of(promotion, place, checksums, layer_order)
         ]
         if layer_order:
             pieces.sort(key=lambda piece: piece.parts[0].layer_first)
         loop = asyncio.get_running_loop()
         ReadBatch(pieces, nvme, self._workers, loop, self._settle).start(self._threads)
 
-    def _pieces_of(self, promotion: Promotion, layer_order: bool) -> list[Piece]:
-        columns, layout = self._store.catalog, promotion.namespace.layout
+    def _pieces_of(
+        self, promotion: Promotion, nvme_slot: int, checksums: UIntArray, layer_order: bool
+    ) -> list[Piece]:
+        layout = promotion.namespace.layout
         into = self._store.host_tier.view(promotion.host_slot, layout.slot_bytes)
-        nvme_slot = int(columns.nvme_slot[promotion.row])
-        checksums = columns.checksums[promotion.row].copy()
-        runs = [(part,) for part in layout.parts] if layer_order else runs_of(layout.parts)
+        runs = read_runs(layout, layer_order)
         promotion.pieces_left = len(runs)
-        return [Piece(promotion, nvme_slot, run, into, checksums) for run in runs]
+        return [Piece(promotion, nvme_slot, run, mask, into, checksums) for run, mask in runs]
 
     # ------------------------------------------------------------------ completions (on the loop)
 
     def _settle(self, done: Iterable[tuple[Piece, Exception | None]]) -> None:
         """Announce what was read, then publish whole blocks together when somebody waits for it."""
-        is_awaited = False
+        told: set[LoadStream] = set()
         for piece, failure in done:
             promotion = piece.promotion
             promotion.pieces_left -= 1
@@ -204,26 +213,22 @@ class Mover:
                 promotion.failure = failure
                 self._tell_failed(promotion)
             elif promotion.failure is None:
-                self._announce(piece)
+                promotion.parts_missing &= ~piece.mask
+                for stream, group, block in promotion.listeners:
+                    stream.ready.append((group, piece.mask, block))
             if not promotion.pieces_left and promotion.failure is None:
                 self._whole.append(promotion)
                 for stream, _, _ in promotion.listeners:
                     stream.blocks_unread -= 1
             elif not promotion.pieces_left:
                 self._drop(promotion, promotion.failure)
-            is_awaited |= any(not stream.blocks_unread for stream, _, _ in promotion.listeners)
+            told.update(stream for stream, _, _ in promotion.listeners)
+        for stream in told:
+            stream.changed.set()
+        is_awaited = any(not stream.blocks_unread for stream in told)
         is_last = len(self._whole) == len(self._running)
         if self._whole and (is_awaited or is_last or len(self._whole) >= PUBLISH_BLOCKS):
             self._finish()
-
-    def _announce(self, piece: Piece) -> None:
-        promotion = piece.promotion
-        for part in piece.parts:
-            promotion.parts_missing.discard(part.index)
-            for stream, group, block in promotion.listeners:
-                stream.ready.append((group, part.index, block))
-        for stream, _, _ in promotion.listeners:
-            stream.changed.set()
 
     def _finish(self) -> None:
         """Whole blocks become READY; those that were condemned meanwhile are dropped."""
@@ -278,5 +283,7 @@ class Mover:
 
 def _portions(rows: IntArray, layer_order: bool) -> list[IntArray]:
     """The first few blocks are read while room is made for the rest; in layer order all at once."""
-    cut = len(rows) if layer_order else min(len(rows), HEAD_BLOCKS)
-    return [part for part in (rows[:cut], rows[cut:]) if len(part)]
+    if layer_order:
+        return [rows] if len(rows) else []
+    starts = [0, *range(HEAD_BLOCKS, len(rows), PORTION_BLOCKS)]
+    return [part for part in np.split(rows, starts[1:]) if len(part)]

@@ -3,7 +3,7 @@ read.
 
 Primitives:
   `Promotion`   one block on its way up; `LoadStream` what one load still waits for
-  `Piece`       adjacent parts, read and verified in one go; `pieces_of`
+  `Piece`       adjacent parts, read and verified in one go; `read_runs`
   `ReadBatch`   the pieces of one load, worked off by a few threads; completions come back to the
                 loop in lumps
 
@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvstore.errors import DataError, TierError
-from kvstore.layout import Part
+from kvstore.layout import BlockLayout, Part
 from kvstore.namespaces import Namespace
 from kvstore.store import GroupMatch
 from kvstore.tier.nvme import NvmeTier
@@ -30,10 +31,10 @@ PIECE_BYTES_MAX = 2 << 20
 PIECES_PER_TURN = 4
 
 PieceKey = tuple[int, int, int]
-"""(group of the request, part, block counted from the group's first)."""
+"""(group of the request, bit mask of parts, block counted from the group's first)."""
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Promotion:
     """One block on its way from NVMe to a host slot. Owned by the loop; `listeners` are told of
     each part.
@@ -42,7 +43,8 @@ class Promotion:
     row: int
     namespace: Namespace
     host_slot: int
-    parts_missing: set[int]
+    parts_missing: int
+    """Bit mask."""
     pieces_left: int = 0
     """Reads not yet ended: the slot has no other owner before this is 0, also after a failure."""
     failure: Exception | None = None
@@ -50,11 +52,12 @@ class Promotion:
     """(stream, group, block) of every load that waits for this block."""
 
     @property
-    def parts_ready(self) -> list[int]:
-        return [p.index for p in self.namespace.layout.parts if p.index not in self.parts_missing]
+    def parts_ready(self) -> int:
+        """Bit mask."""
+        return self.namespace.layout.all_parts & ~self.parts_missing
 
 
-@dataclass
+@dataclass(eq=False)
 class LoadStream:
     """What one load still waits for. `ready` and `failed` fill up; `changed` is set whenever one
     of them did.
@@ -82,13 +85,15 @@ class LoadStream:
         return self.blocks_missing == 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Piece:
     """Adjacent parts of one block, read and verified by one worker turn."""
 
     promotion: Promotion
     nvme_slot: int
     parts: tuple[Part, ...]
+    mask: int
+    """The same parts as bits."""
     into: ByteArray
     checksums: UIntArray
 
@@ -116,7 +121,13 @@ class ReadBatch:
 
     def start(self, threads: int) -> None:
         for _ in range(min(threads, len(self._pieces))):
+            self._submit()
+
+    def _submit(self) -> None:
+        try:
             self._workers.submit(self._turn)
+        except RuntimeError:
+            self._fail_rest()
 
     def _turn(self) -> None:
         """Worker thread: a few pieces, then to the back of the queue."""
@@ -129,10 +140,7 @@ class ReadBatch:
             if not self._is_told:
                 self._is_told = True
                 self._loop.call_soon_threadsafe(self._collect)
-        try:
-            self._workers.submit(self._turn)
-        except RuntimeError:
-            self._fail_rest()
+        self._submit()
 
     def _read(self, piece: Piece) -> Exception | None:
         if piece.promotion.failure is not None:
@@ -157,6 +165,13 @@ class ReadBatch:
         done = [self._done.popleft() for _ in range(len(self._done))]
         if done:
             self._settle(done)
+
+
+@lru_cache(maxsize=256)
+def read_runs(layout: BlockLayout, layer_order: bool) -> list[tuple[tuple[Part, ...], int]]:
+    """(parts, their bit mask) of each read of a block; in layer order a part a read."""
+    runs = [(part,) for part in layout.parts] if layer_order else runs_of(layout.parts)
+    return [(run, sum(1 << part.index for part in run)) for run in runs]
 
 
 def runs_of(parts: Sequence[Part]) -> list[tuple[Part, ...]]:

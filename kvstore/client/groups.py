@@ -101,7 +101,7 @@ class LeasedGroup:
     @property
     def all_parts(self) -> int:
         """`readable` of a block that is whole."""
-        return (1 << len(self.layout.parts)) - 1
+        return self.layout.all_parts
 
     @property
     def whole(self) -> int:
@@ -124,10 +124,10 @@ class LeasedGroup:
         self.readable[here] = self.all_parts
         news.update(dict.fromkeys(here.tolist(), self.all_parts))
 
-    def take_part(self, block: int, part: int, news: News) -> None:
-        """A part was announced: block counted from `first`."""
-        if block < len(self._masks) and part < PARTS_MAX and self._has_slot[block]:
-            fresh = 1 << part & ~self._masks[block]
+    def take_parts(self, block: int, parts: int, news: News) -> None:
+        """Parts (bit mask) of a block, counted from `first`, were announced."""
+        if block < len(self._masks) and self._has_slot[block]:
+            fresh = parts & self.all_parts & ~self._masks[block]
             if fresh:
                 self._masks[block] |= fresh
                 news[block] = news.get(block, 0) | fresh

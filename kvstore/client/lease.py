@@ -192,9 +192,9 @@ class ReadLease:
         self.reason = self.reason or reply.short_reason
         for number, grant in zip(filled, reply.grants, strict=False):
             self.groups[number].take_grant(grant, news[number])
-        for order, part, block in each_ready(reply.ready, "ready"):
+        for order, parts, block in each_ready(reply.ready, "ready"):
             if order < len(filled):
-                self.groups[filled[order]].take_part(block, part, news[filled[order]])
+                self.groups[filled[order]].take_parts(block, parts, news[filled[order]])
         for number in filled:
             yield from self.groups[number].runs(number, news[number])
 

@@ -50,7 +50,7 @@ def offsets_of(store: Store, slots: IntArray) -> UIntArray:
 def announce(stream: LoadStream) -> pb.LoadReply:
     """What became readable, or failed, since the last message."""
     ready, failed = stream.take()
-    lost = [(group, wire.FAILED_PART, block) for group, block in failed]
+    lost = [(group, 0, block) for group, block in failed]
     return pb.LoadReply(
         ready=np.array(ready, wire.READY).tobytes(),
         failed=np.array(lost, wire.READY).tobytes(),

@@ -34,7 +34,7 @@ from kvstore.version import VERSION
 HELLO_SECONDS_MAX = 10.0
 GROUPS_MAX = 64
 """KV groups in one call; a model has a handful."""
-ANNOUNCE_SECONDS = 0.001
+ANNOUNCE_SECONDS = 0.002
 
 
 class ControlServicer(KeepingVerbs, control_pb2_grpc.ControlServicer):

@@ -25,11 +25,9 @@ PROTOCOL_MINOR = 0
 
 NO_OFFSET = 2**64 - 1
 """In an offsets field: this block has no slot that may be touched now."""
-FAILED_PART = 0xFFFF
-"""Part number of a record in `LoadReply.failed`."""
-
-READY = np.dtype([("group", "<u2"), ("part", "<u2"), ("block", "<u4")])
-"""One readable part: group of the request, part of the layout, block counted from `first`."""
+READY = np.dtype([("group", "<u2"), ("parts", "<u2"), ("block", "<u4")])
+"""Readable parts of one block: group of the request, bit mask, block counted from `first`; in
+`LoadReply.failed` the mask is 0."""
 
 _READY_RECORD = struct.Struct("<HHI")
 """The same as READY, for one record at a time."""
@@ -98,10 +96,10 @@ def unpack_name(data: bytes, field: str) -> bytes:
 
 
 def pack_ready(group: int, parts: Integers, blocks: Integers) -> bytes:
-    """READY records of one group; `parts` and `blocks` have one length."""
+    """READY records of one group; `parts` (bit masks) and `blocks` have one length."""
     records = np.empty(len(blocks), READY)
     records["group"] = group
-    records["part"] = np.asarray(parts)
+    records["parts"] = np.asarray(parts)
     records["block"] = np.asarray(blocks)
     return records.tobytes()
 
@@ -112,7 +110,7 @@ def unpack_ready(data: bytes, field: str) -> NDArray[np.void]:
 
 
 def each_ready(data: bytes, field: str) -> Iterator[tuple[int, int, int]]:
-    """(group, part, block) of each record, as ints: cheaper than an array for a few of them."""
+    """(group, mask of parts, block) of each record: cheaper than an array for a few of them."""
     _check_whole(data, field, _READY_RECORD.size)
     return _READY_RECORD.iter_unpack(data)
 

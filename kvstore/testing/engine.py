@@ -284,8 +284,8 @@ class Engine:
                 reason = reason or reply.short_reason
                 for group, grant in zip(filled, reply.grants, strict=False):
                     group.grant(grant)
-                for order, part, block in np.frombuffer(reply.ready, wire.READY).tolist():
-                    filled[order].announce(block, part)
+                for order, parts, block in np.frombuffer(reply.ready, wire.READY).tolist():
+                    filled[order].announce(block, parts)
         except Refused as error:
             raise status.from_rpc_error(error) from error
         return reason

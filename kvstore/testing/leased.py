@@ -32,8 +32,8 @@ class LeasedBlocks:
     promised: list[int] = field(default_factory=list)
     """Generation at which the block is READY; 0: none was told."""
     tiers: list[int] = field(default_factory=list)
-    parts: list[set[int]] = field(default_factory=list)
-    """Parts that may be read."""
+    parts: list[int] = field(default_factory=list)
+    """Bit mask of the parts that may be read."""
 
     @classmethod
     def of(cls, namespace: Namespace, joined: bytes, match: Any) -> LeasedBlocks:
@@ -41,7 +41,7 @@ class LeasedBlocks:
         size = FINGERPRINT_BYTES
         names = [joined[at * size : (at + 1) * size] for at in range(match.first, match.blocks)]
         found = cls(names, namespace.layout, namespace.index, match.first, match.blocks)
-        found.parts = [set() for _ in names]
+        found.parts = [0] * len(names)
         found.grant(match)
         found.tiers = list(match.tiers)
         return found
@@ -61,22 +61,18 @@ class LeasedBlocks:
             self.offsets[at] = offset
             self.promised[at] = generation + generation % 2
             if tier == Tier.HOST and offset != NO_OFFSET:
-                self.parts[at] = self.all_parts
+                self.parts[at] = self.layout.all_parts
 
-    def announce(self, block: int, part: int) -> None:
-        """A part of the block counted from `first` may be read; a grant told where it lies."""
+    def announce(self, block: int, parts: int) -> None:
+        """Parts (bit mask) of a block, counted from `first`, may be read where a grant told."""
         assert self.offsets[block] != NO_OFFSET, "a part was announced before its place was told"
-        self.parts[block].add(part)
-
-    @property
-    def all_parts(self) -> set[int]:
-        return {part.index for part in self.layout.parts}
+        self.parts[block] |= parts
 
     @property
     def whole(self) -> int:
         """Leading blocks that may be read as a whole."""
         count = 0
-        while count < len(self.parts) and self.parts[count] == self.all_parts:
+        while count < len(self.parts) and self.parts[count] == self.layout.all_parts:
             count += 1
         return count
 

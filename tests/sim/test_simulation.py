@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from simulation import Simulation
 
-SEEDS, SEEDS_SLOW = 200, 3000
+SEEDS, SEEDS_SLOW = 100, 3000
 GROUP = 10
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 

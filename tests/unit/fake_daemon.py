@@ -275,7 +275,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
             payload = self.on_disk[name]
             if payload == b"broken":
                 yield pb.LoadReply(
-                    failed=wire.pack_ready(number, [wire.FAILED_PART], [block]),
+                    failed=wire.pack_ready(number, [0], [block]),
                     short_reason="failed",
                 )
                 continue
@@ -291,7 +291,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
                 if part is parts[-1]:
                     with self._lock:
                         self._publish(space, name, slot, len(payload))
-                yield pb.LoadReply(ready=wire.pack_ready(number, [part.index], [block]))
+                yield pb.LoadReply(ready=wire.pack_ready(number, [1 << part.index], [block]))
         yield pb.LoadReply(done=True)
 
     def Release(self, request: Any, context: Any) -> pb.ReleaseReply:

@@ -141,7 +141,7 @@ def test_a_failed_read_is_a_miss_and_the_rest_arrives(harness, engine, layer_ord
     reads.fail = {failing}
     lease = harness.wait(engine.match([(space, chain)]))
     assert harness.wait(engine.bring_up(lease, layer_order=layer_order)) == "failed"
-    whole = [parts == lease.groups[0].all_parts for parts in lease.groups[0].parts]
+    whole = [parts == lease.groups[0].layout.all_parts for parts in lease.groups[0].parts]
     assert whole.count(False) == 1
     assert not harness.service.mover.is_busy
     harness.wait(engine.release(lease))

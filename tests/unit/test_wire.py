@@ -51,13 +51,13 @@ def test_unpacked_views_are_read_only() -> None:
 
 
 def test_ready_records_round_trip() -> None:
-    data = wire.pack_ready(1, [0, wire.FAILED_PART], [7, 70000])
+    data = wire.pack_ready(1, [3, 0], [7, 70000])
     assert len(data) == 2 * wire.READY.itemsize == 16
     records = wire.unpack_ready(data, "ready")
     assert records["group"].tolist() == [1, 1]
-    assert records["part"].tolist() == [0, 0xFFFF]
+    assert records["parts"].tolist() == [3, 0]
     assert records["block"].tolist() == [7, 70000]
-    assert list(wire.each_ready(data, "ready")) == [(1, 0, 7), (1, 0xFFFF, 70000)]
+    assert list(wire.each_ready(data, "ready")) == [(1, 3, 7), (1, 0, 70000)]
 
 
 class FakeContext:
