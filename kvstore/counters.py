@@ -10,7 +10,7 @@ from kvstore.types import Tier
 
 TIERS = tuple(tier.name.lower() for tier in Tier)
 
-MISS_REASONS = ("absent", "cleared", "capacity", "deadline", "failed")
+MISS_REASONS = ("absent", "cleared", "capacity", "deadline", "failed", "planned")
 DROP_REASONS = (
     "evicted",
     "dropped_before_write",
@@ -22,6 +22,7 @@ DROP_REASONS = (
     "over_cap",
     "staged",
 )
+PREFETCH_OUTCOMES = ("accepted", "refused", "begun", "dropped")
 STORE_OUTCOMES = ("stored", "present", "no_room", "no_parent", "dropped", "refused")
 WRITE_SKIPS = ("queue_full", "write_budget", "no_room", "no_parent", "policy", "io", "gone")
 
@@ -46,6 +47,7 @@ class Counters:
                 *(f"hit_blocks:{tier}" for tier in TIERS),
                 *(f"missed_blocks:{reason}" for reason in MISS_REASONS),
                 *(f"dropped_blocks:{reason}" for reason in DROP_REASONS),
+                *(f"prefetch_blocks:{outcome}" for outcome in PREFETCH_OUTCOMES),
                 *(f"store_blocks:{outcome}" for outcome in STORE_OUTCOMES),
                 *(f"write_skipped_blocks:{reason}" for reason in WRITE_SKIPS),
             ),

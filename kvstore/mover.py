@@ -23,16 +23,28 @@ import numpy as np
 from kvstore.arrays import distinct
 from kvstore.columns import is_unique
 from kvstore.errors import DataError, Unavailable, check
+from kvstore.matching import GroupMatch
 from kvstore.namespaces import Namespace
-from kvstore.promotion import LoadStream, Piece, Promotion, ReadBatch, read_runs
+from kvstore.promotion import (
+    BACK,
+    BLOCKS,
+    LAYERS,
+    LoadOrder,
+    LoadStream,
+    Piece,
+    Promotion,
+    ReadBatch,
+    read_runs,
+)
 from kvstore.room import Room
-from kvstore.store import ABSENT, NO_ROWS, READY, GroupMatch, Store
-from kvstore.types import IntArray, ReplicaState, UIntArray
+from kvstore.store import ABSENT, NO_ROWS, READY, Store
+from kvstore.types import IntArray, ReplicaState, Tier, UIntArray
 
 HEAD_BLOCKS = 8
 PORTION_BLOCKS = 32
 """Blocks promised in one step, about 2 ms; between two steps others have the loop."""
 PUBLISH_BLOCKS = 16
+MEASURED_BYTES_MAX = 256 << 20
 ROOM_POLL_SECONDS = 0.005
 
 
@@ -53,6 +65,9 @@ class Mover:
         self._threads = threads
         self._now = clock
         self._running: dict[int, Promotion] = {}
+        self._busy_since = 0.0
+        self._busy_bytes = 0
+        """Read since then, without a pause."""
         self._whole: list[Promotion] = []
         """Read and announced, not READY yet: published together, which costs a tenth a block."""
         self.bytes_inflight = 0
@@ -64,9 +79,10 @@ class Mover:
         return bool(self._running)
 
     async def open_load(
-        self, groups: list[GroupMatch], *, layer_order: bool, deadline: float
+        self, groups: list[GroupMatch], *, order: LoadOrder, deadline: float, first: int = 0
     ) -> LoadStream:
-        """Start promotions for every row of `groups` that is not READY in host.
+        """Start promotions for every row of `groups` that is not READY in host, but for the `first`
+        rows of the first group.
 
         `short_reason` of the result is "capacity" when slots ran out: groups are cut to what is
         promised. Waits (to `deadline`) only when there is no slot at all. The caller holds a lease
@@ -81,23 +97,23 @@ class Mover:
         self._store.catalog.pins[held] += 1
         try:
             for number, group in enumerate(stream.groups):
-                promised = 0
-                for rows in _portions(group.rows, layer_order):
-                    wait_until = 0.0 if promised else deadline
+                skipped = promised = 0 if number else min(first, len(group.rows))
+                for rows in _portions(group.rows[skipped:], order):
+                    wait_until = 0.0 if promised > skipped else deadline
                     got = await self._promise(stream, number, promised, rows, started, wait_until)
                     promised += got
                     if got < len(rows):
                         stream.short_reason = stream.short_reason or "capacity"
                         break
-                    if not layer_order:
-                        self._start(started, layer_order)
+                    if order == BLOCKS:
+                        self._start(started, order)
                         started.clear()
                         await asyncio.sleep(0)
                 group.rows = group.rows[:promised]
         finally:
             self._store.catalog.pins[held] -= 1
             # Also when the caller gave up: what was created is others' to join.
-            self._start(started, layer_order)
+            self._start(started, order)
         if stream.blocks_missing and not stream.blocks_unread:
             self._finish()
         return stream
@@ -170,11 +186,13 @@ class Mover:
             Promotion(row, namespace, slot, namespace.layout.all_parts)
             for row, slot in zip(rows.tolist(), slots, strict=False)
         ]
+        if not self._running:
+            self._busy_since, self._busy_bytes = self._now(), 0
         self._running.update((promotion.row, promotion) for promotion in made)
         self.bytes_inflight += len(made) * namespace.layout.block_bytes
         return made
 
-    def _start(self, promotions: Sequence[Promotion], layer_order: bool) -> None:
+    def _start(self, promotions: Sequence[Promotion], order: LoadOrder) -> None:
         nvme = self._store.nvme
         if not promotions or nvme is None:
             return
@@ -185,19 +203,21 @@ class Mover:
             for promotion, place, checksums in zip(
                 promotions, places, self._store.catalog.checksums[rows], strict=True
             )
-            for piece in self._pieces_of(promotion, place, checksums, layer_order)
+            for piece in self._pieces_of(promotion, place, checksums, order)
         ]
-        if layer_order:
+        if order == LAYERS:
             pieces.sort(key=lambda piece: piece.parts[0].layer_first)
+        elif order == BACK:
+            pieces.reverse()
         loop = asyncio.get_running_loop()
         ReadBatch(pieces, nvme, self._workers, loop, self._settle).start(self._threads)
 
     def _pieces_of(
-        self, promotion: Promotion, nvme_slot: int, checksums: UIntArray, layer_order: bool
+        self, promotion: Promotion, nvme_slot: int, checksums: UIntArray, order: LoadOrder
     ) -> list[Piece]:
         layout = promotion.namespace.layout
         into = self._store.host_tier.view(promotion.host_slot, layout.slot_bytes)
-        runs = read_runs(layout, layer_order)
+        runs = read_runs(layout, order == LAYERS)
         promotion.pieces_left = len(runs)
         return [Piece(promotion, nvme_slot, run, mask, into, checksums) for run, mask in runs]
 
@@ -214,6 +234,7 @@ class Mover:
                 self._tell_failed(promotion)
             elif promotion.failure is None:
                 promotion.parts_missing &= ~piece.mask
+                self._busy_bytes += sum(part.length for part in piece.parts)
                 for stream, group, block in promotion.listeners:
                     stream.ready.append((group, piece.mask, block))
             if not promotion.pieces_left and promotion.failure is None:
@@ -227,8 +248,16 @@ class Mover:
             stream.changed.set()
         is_awaited = any(not stream.blocks_unread for stream in told)
         is_last = len(self._whole) == len(self._running)
+        self._measure(is_last)
         if self._whole and (is_awaited or is_last or len(self._whole) >= PUBLISH_BLOCKS):
             self._finish()
+
+    def _measure(self, is_last: bool) -> None:
+        """Tell the costs how fast reads went: after a busy stretch, or well into it."""
+        if is_last or self._busy_bytes >= MEASURED_BYTES_MAX:
+            now = self._now()
+            self._store.costs.link_seen(Tier.NVME, self._busy_bytes, now - self._busy_since)
+            self._busy_since, self._busy_bytes = now, 0
 
     def _finish(self) -> None:
         """Whole blocks become READY; those that were condemned meanwhile are dropped."""
@@ -281,9 +310,9 @@ class Mover:
         self.is_closing = True
 
 
-def _portions(rows: IntArray, layer_order: bool) -> list[IntArray]:
-    """The first few blocks are read while room is made for the rest; in layer order all at once."""
-    if layer_order:
+def _portions(rows: IntArray, order: LoadOrder) -> list[IntArray]:
+    """In block order the first few are read while room is made for the rest; else all at once."""
+    if order != BLOCKS:
         return [rows] if len(rows) else []
     starts = [0, *range(HEAD_BLOCKS, len(rows), PORTION_BLOCKS)]
     return [part for part in np.split(rows, starts[1:]) if len(part)]

@@ -21,14 +21,18 @@ from functools import lru_cache
 
 from kvstore.errors import DataError, TierError
 from kvstore.layout import BlockLayout, Part
+from kvstore.matching import GroupMatch
 from kvstore.namespaces import Namespace
-from kvstore.store import GroupMatch
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import ByteArray, UIntArray
 
 PIECE_BYTES_MAX = 2 << 20
 """Bytes of one read: adjacent parts are read together up to this; larger reads were no faster."""
 PIECES_PER_TURN = 4
+
+BLOCKS, LAYERS, BACK = range(3)
+"""Orders of a load: block by block, a layer of all blocks at a time, from the last block down."""
+LoadOrder = int
 
 PieceKey = tuple[int, int, int]
 """(group of the request, bit mask of parts, block counted from the group's first)."""

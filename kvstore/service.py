@@ -1,7 +1,7 @@
 """One daemon life: the store, its tasks and its clients behind the verbs of the control API.
 
 Primitives of `Service`: a method a verb that needs more than the store (`declare`, `commit`,
-`open_load`, `flush`, `delete`,
+`load_soon`, `flush`, `delete`,
 `clear`, `verify`), the session hooks (`attached`, `detached`), `maintain` (the periodic task) and
 `statistics`.
 Runs on the loop. Knows no gRPC: rpc/server.py translates. Assembled by daemon.py.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor
@@ -18,24 +19,29 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvstore.advice import Advisor
 from kvstore.catalog import ABSENT_ROW
 from kvstore.clock import Clock
 from kvstore.config import Config
+from kvstore.cost_file import CostKeeper
+from kvstore.costs import ModelSize
 from kvstore.errors import Draining, InvalidRequest, KVStoreError, LeaseError
 from kvstore.laws import check_slices
 from kvstore.layout import BlockLayout
 from kvstore.logs import get_logger, tell_held_back
 from kvstore.loop_lag import LoopLag
+from kvstore.matching import GroupMatch
 from kvstore.mover import Mover
 from kvstore.namespaces import Namespace
 from kvstore.nvme_room import NvmeRoom
 from kvstore.pins import Pins
-from kvstore.promotion import LoadStream
+from kvstore.prefetch import Prefetcher
+from kvstore.promotion import BLOCKS, LoadOrder
 from kvstore.reservation_ends import ReservationEnds
 from kvstore.rpc.sessions import Session, Sessions
 from kvstore.scrub import Progress, Scrubber
 from kvstore.staging import Staging
-from kvstore.store import GroupMatch, Store
+from kvstore.store import Store
 from kvstore.types import (
     FINGERPRINT_BYTES,
     PAGE_BYTES,
@@ -89,6 +95,9 @@ class Service:
         self.sessions = sessions
         self.pins = Pins(store, config.limits)
         self.staging = Staging(store)
+        self.prefetcher = Prefetcher(store)
+        self.advisor = Advisor(store, mover, self.prefetcher)
+        self.cost_keeper = CostKeeper(store)
         self.boot_id = boot_id
         self.fatal = on_fatal
         self.lag = LoopLag()
@@ -167,19 +176,26 @@ class Service:
     # ------------------------------------------------------------------ verbs
 
     async def declare(
-        self, namespace: bytes, kind: str, layout: BlockLayout, window_tokens: int, label: str
+        self,
+        namespace: bytes,
+        kind: str,
+        layout: BlockLayout,
+        window_tokens: int,
+        label: str,
+        size: ModelSize | None = None,
     ) -> Namespace:
         """Make a namespace known; new ones are durable before this returns."""
         async with self._declaring:
             found, is_new = self.store.namespaces.propose(
                 namespace, kind, layout, window_tokens, label
             )
-            if not is_new:
-                return found
-            self._check_fits(layout)
-            if self.store.nvme is not None:
-                await self._in_worker(self.store.nvme.put_namespace, found)
-            return self.store.namespaces.add(found)
+            if is_new:
+                self._check_fits(layout)
+                if self.store.nvme is not None:
+                    await self._in_worker(self.store.nvme.put_namespace, found)
+                found = self.store.namespaces.add(found)
+            self.store.costs.declare(found.index, found.id, size)
+            return found
 
     def _check_fits(self, layout: BlockLayout) -> None:
         host = self.config.host
@@ -207,26 +223,12 @@ class Service:
         self._touch_is_scheduled = False
         self.store.apply_touches(self.now())
 
-    def leased_groups(self, client: ClientId, lease: int) -> list[GroupMatch]:
-        """The rows of a lease, one group a namespace. Raises LeaseExpired, LeaseUnknown."""
-        rows = self.store.leases.rows_of(client, LeaseId(lease), self.now())
-        columns = self.store.catalog.namespace[rows]
-        cuts = np.flatnonzero(np.diff(columns.astype(np.int64))) + 1
-        return [
-            GroupMatch(self.store.namespaces.at(int(self.store.catalog.namespace[run[0]])), 0, run)
-            for run in np.split(rows, cuts)
-            if len(run)
-        ]
-
-    async def open_load(
-        self, groups: list[GroupMatch], *, layer_order: bool, deadline: float
-    ) -> LoadStream:
-        return await self.mover.open_load(groups, layer_order=layer_order, deadline=deadline)
-
-    def load_soon(self, groups: list[GroupMatch]) -> None:
+    def load_soon(
+        self, groups: list[GroupMatch], order: LoadOrder = BLOCKS, first: int = 0
+    ) -> None:
         """Start what a Load call, which is on its way, will join. Waits for no room."""
         task = asyncio.get_running_loop().create_task(
-            self.mover.open_load(groups, layer_order=False, deadline=0.0)
+            self.mover.open_load(groups, order=order, first=first, deadline=0.0)
         )
         self._changes.add(task)
         task.add_done_callback(self._change_ended)
@@ -356,12 +358,16 @@ class Service:
             self.ends.expire(now)
             self.pins.tend(now)
             self._work_in_slices(now)
+            self.store.costs.refresh()
+            if not self.mover.is_busy and (step := self.prefetcher.next(now)) is not None:
+                self.load_soon([step])
             if self.nvme_room is not None:
                 self.nvme_room.reap()
             if now >= next_slow:
                 next_slow = now + SLOW_TICK_SECONDS
                 self._bury()
                 self.staging.tend(now)
+                self.cost_keeper.turn(now, self._workers)
                 tell_held_back()
                 if self.store.host is not None:
                     self.store.host.recheck()
@@ -393,6 +399,7 @@ class Service:
         """Refuse new calls, finish changes and then write-behind within daemon.drain_seconds."""
         self.is_draining = True
         self.mover.close()
+        self.cost_keeper.turn(math.inf, self._workers)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.daemon.drain_seconds):
                 if self._changes:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.arrays import distinct
-from kvstore.store import ABSENT, NO_ROWS, READY, GroupMatch, Store
+from kvstore.matching import GroupMatch
+from kvstore.store import ABSENT, NO_ROWS, READY, Store
 from kvstore.types import IntArray, LeaseId
 
 

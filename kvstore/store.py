@@ -1,7 +1,7 @@
 """The store: where the mind (catalog, leases, policy) and the tiers meet.
 
 Primitives of `Store`, all synchronous and on the daemon's loop:
-  `match`         largest common prefix of one or several KV groups, with one lease over it
+  `find`, `hold`  largest common prefix of one or several KV groups; one lease over it
   `exists`        residency by tier; takes no lease, counts no use
   `touch`         uses reported or counted after the reply
   `make_ready`    COMMITTED host replicas whose parent is READY become matchable
@@ -30,6 +30,7 @@ from kvstore.costs import Costs
 from kvstore.counters import TIERS, Counters
 from kvstore.errors import InvalidRequest, check
 from kvstore.lease import LeaseTable, ReservationTable
+from kvstore.matching import GroupMatch, MatchResult
 from kvstore.namespaces import Namespace, NamespaceTable
 from kvstore.policy import Policy
 from kvstore.tier.host import HostTier
@@ -40,10 +41,10 @@ from kvstore.types import (
     ByteArray,
     ClientId,
     IntArray,
-    LeaseId,
     ReplicaState,
     Tier,
 )
+from kvstore.uses import TokenHint, Uses, classes_of
 
 ABSENT, FILLING, COMMITTED, READY, DRAINING = (int(state) for state in ReplicaState)
 NO_ROWS: IntArray = np.empty(0, np.int64)
@@ -51,30 +52,6 @@ CONDEMNED = 0xFFFFFFFF
 """Clear count that no namespace reaches: the row is dead, whatever still holds it."""
 RECLAIM_SCAN_ROWS = 32768
 RECLAIM_ROWS_MAX = 128
-
-
-@dataclass
-class GroupMatch:
-    """What one KV group can serve: blocks [first, first + len(rows)) of the request's chain."""
-
-    namespace: Namespace
-    first: int
-    rows: IntArray
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of this group below the boundary."""
-        return self.first + len(self.rows)
-
-
-@dataclass
-class MatchResult:
-    """Largest token boundary every group can serve, and the lease that keeps it so."""
-
-    boundary_tokens: int
-    groups: list[GroupMatch]
-    lease: LeaseId | None = None
-    short_reason: str = ""
 
 
 @dataclass
@@ -97,7 +74,7 @@ class Store:
     """Told of rows whose NVMe replica must go (its record is deleted, then its slot is free)."""
     waiting: dict[int, list[int]] = field(default_factory=dict)
     """parent row → COMMITTED rows that become READY when it does."""
-    _touches: deque[IntArray] = field(default_factory=deque)
+    uses: Uses = field(default_factory=Uses)
     _reclaim_from: int | None = None
     _reclaim_again: bool = False
 
@@ -127,19 +104,11 @@ class Store:
         result: BoolArray = self.is_current(rows) & (coming | (columns.nvme_state[rows] == READY))
         return result
 
-    def match(
-        self,
-        client: ClientId,
-        groups: Sequence[tuple[Namespace, bytes]],
-        prompt_tokens: int,
-        want_lease: bool,
-        now: float,
-    ) -> MatchResult:
+    def find(self, groups: Sequence[tuple[Namespace, bytes]], prompt_tokens: int) -> MatchResult:
         """Longest usable prefix of `groups` [(namespace, joined fingerprints from the root)].
 
-        `prompt_tokens` caps the boundary (0: no cap). The lease, when wanted, covers every row of
-        the result and
-        keeps all its replicas where they are. Raises InvalidRequest, LeaseTooLarge.
+        `prompt_tokens` caps the boundary (0: no cap). Counts nothing and holds nothing. Raises
+        InvalidRequest.
         """
         if not groups:
             raise InvalidRequest("match: no KV group given")
@@ -152,23 +121,40 @@ class Store:
             ],
             prompt_tokens,
         )
-        result = MatchResult(boundary, [])
+        result = MatchResult(boundary, [], [])
         for (namespace, names), found in zip(groups, rows, strict=True):
             block_tokens = namespace.layout.block_tokens
             last = boundary // block_tokens
             first = max(0, boundary - namespace.window_tokens) // block_tokens
             first = min(first, last) if namespace.window_tokens else 0
             result.groups.append(GroupMatch(namespace, first, found[first:last]))
-            self._count_query(len(names) // FINGERPRINT_BYTES, result.groups[-1])
-        leased = np.concatenate([group.rows for group in result.groups])
-        if len(leased):
-            if want_lease:
-                result.lease = self.leases.grant(
-                    client, leased, now, self.config.lease.read_seconds
-                )
-                self.counters.add("leases_granted")
-            self._touches.append(leased)
+            result.asked_blocks.append(len(names) // FINGERPRINT_BYTES)
         return result
+
+    def hold(
+        self,
+        client: ClientId,
+        result: MatchResult,
+        want_lease: bool,
+        now: float,
+        hints: Sequence[TokenHint] = (),
+    ) -> None:
+        """Count what was found as used once. The lease, when wanted, covers every row of the result
+        and keeps all its replicas where they are. Raises LeaseTooLarge.
+        """
+        for group, asked in zip(result.groups, result.asked_blocks, strict=True):
+            self._count_query(asked, group, result.short_reason or "absent")
+        leased = np.concatenate([group.rows for group in result.groups])
+        if not len(leased):
+            return
+        if want_lease:
+            seconds = self.config.lease.read_seconds
+            result.lease = self.leases.grant(client, leased, now, seconds)
+            self.counters.add("leases_granted")
+        for group, asked in zip(result.groups, result.asked_blocks, strict=True):
+            tokens = group.namespace.layout.block_tokens
+            classes = classes_of(hints, group.first, len(group.rows), tokens) if hints else None
+            self.uses.used(group.rows, asked, classes)
 
     def rows_of(self, namespace: Namespace, names: bytes) -> IntArray:
         """Rows of blocks of `namespace`; ABSENT_ROW for unknown names and another's (I8)."""
@@ -185,14 +171,14 @@ class Store:
         astray |= self.catalog.parent[rows] != np.append(ABSENT_ROW, rows[:-1])[: len(rows)]
         return rows[: int(astray.argmax())] if astray.any() else rows
 
-    def _count_query(self, asked: int, group: GroupMatch) -> None:
+    def _count_query(self, asked: int, group: GroupMatch, missed: str) -> None:
         counters = self.counters
         counters.add("queries")
         counters.add("queried_blocks", asked)
         in_host = int(np.count_nonzero(self.catalog.host_state[group.rows] == READY))
         counters.add(f"hit_blocks:{TIERS[Tier.HOST]}", in_host)
         counters.add(f"hit_blocks:{TIERS[Tier.NVME]}", len(group.rows) - in_host)
-        counters.add("missed_blocks:absent", asked - len(group.rows))
+        counters.add(f"missed_blocks:{missed}", asked - len(group.rows))
 
     def exists(self, namespace: Namespace, names: bytes) -> tuple[int, ByteArray]:
         """(length of the readable prefix in blocks, uint8 bit mask a block: 1 << tier)."""
@@ -209,10 +195,20 @@ class Store:
         tiers: ByteArray = mask.astype(np.uint8)
         return tiers
 
-    def report(self, namespace: Namespace | None, names: bytes, missed_blocks: int) -> None:
+    def report(
+        self,
+        namespace: Namespace | None,
+        names: bytes,
+        missed_blocks: int,
+        hints: Sequence[TokenHint] = (),
+    ) -> None:
         """Uses of blocks of `namespace` and misses of any, seen through the directory."""
         rows = NO_ROWS if namespace is None else self.rows_of(namespace, names)
-        rows = rows[self.is_readable(rows)]
+        classes = None
+        if namespace is not None and hints:
+            classes = classes_of(hints, 0, len(rows), namespace.layout.block_tokens)
+        readable = self.is_readable(rows)
+        rows, classes = rows[readable], None if classes is None else classes[readable]
         self.counters.add("queries")
         self.counters.add("queried_blocks", len(names) // FINGERPRINT_BYTES + missed_blocks)
         self.counters.add("hit_blocks:host", len(names) // FINGERPRINT_BYTES)
@@ -220,12 +216,11 @@ class Store:
         self.counters.add("reported_blocks", len(names) // FINGERPRINT_BYTES)
         self.counters.add("reported_missed_blocks", missed_blocks)
         if len(rows):
-            self._touches.append(rows)
+            self.uses.used(rows, len(readable), classes)
 
     def apply_touches(self, now: float) -> None:
         """Let the policy see the uses that wait; called after replies went out."""
-        while self._touches:
-            self.policy.touched(self._touches.popleft(), now)
+        self.uses.apply(self.policy, now)
 
     # ------------------------------------------------------------------ visibility
 
@@ -285,7 +280,7 @@ class Store:
                 lengths=columns.length[own],
             )
         columns.set_host(rows, ReplicaState.READY)
-        self.policy.inserted(rows, now)
+        self.uses.stored(self.policy, rows, now)
         self.on_ready(rows)
 
     @property
@@ -309,6 +304,7 @@ class Store:
             if columns.host_state[lost] in (FILLING, COMMITTED):
                 slot = int(columns.host_slot[lost])
                 columns.set_host(lost, ReplicaState.ABSENT)
+                self.uses.dropped(lost)
                 if slot >= 0:
                     self.host_tier.free([slot])
                 self.counters.add(f"dropped_blocks:{reason}")

@@ -1,18 +1,21 @@
 """Answers of the control API, packed from what the store says.
 
-Primitives: `pack_group`, `offsets_of`, `announce`, `namespace_reply`. Pure translation; decides
-nothing.
+Primitives: `pack_group`, `offsets_of`, `pack_plan`, `announce`, `namespace_reply`. Pure
+translation; decides nothing.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from kvstore.costs import PrefillCost
+from kvstore.matching import GroupMatch
 from kvstore.namespaces import Namespace
+from kvstore.planner import Plan
 from kvstore.promotion import LoadStream
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc import wire
-from kvstore.store import READY, GroupMatch, Store
+from kvstore.store import READY, Store
 from kvstore.types import IntArray, Tier, UIntArray
 
 _NO_OFFSETS = np.uint64(wire.NO_OFFSET)
@@ -54,6 +57,23 @@ def announce(stream: LoadStream) -> pb.LoadReply:
     return pb.LoadReply(
         ready=np.array(ready, wire.READY).tobytes(),
         failed=np.array(lost, wire.READY).tobytes(),
+    )
+
+
+def pack_plan(made: Plan, prefill: PrefillCost, call_seconds: float) -> pb.Plan:
+    return pb.Plan(
+        first=made.first,
+        last=made.last,
+        from_back=made.from_back,
+        in_layers=made.in_layers,
+        ttft_seconds=made.ttft_seconds,
+        recompute_seconds=made.recompute_seconds,
+        begin_seconds=made.begin_seconds,
+        load_seconds=made.load_seconds,
+        saved_seconds=made.saved_seconds,
+        seconds_per_call=call_seconds,
+        seconds_per_token=prefill.seconds_per_token,
+        seconds_per_token_position=prefill.seconds_per_token_position,
     )
 
 

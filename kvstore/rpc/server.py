@@ -20,24 +20,23 @@ from google.protobuf.message import DecodeError
 
 from kvstore.errors import InvalidRequest, VersionMismatch
 from kvstore.layout import BlockLayout
-from kvstore.namespaces import Namespace
+from kvstore.matching import groups_of
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc import control_pb2_grpc, wire
 from kvstore.rpc.keeping import KeepingVerbs
+from kvstore.rpc.planning import PlanningVerbs, model_size
 from kvstore.rpc.replies import announce, namespace_reply, offsets_of, pack_group
 from kvstore.rpc.sessions import Session
 from kvstore.rpc.verbs import change, streaming, unary
 from kvstore.statistics import statistics_of
-from kvstore.types import FINGERPRINT_BYTES, LeaseId, ReservationId, Tier
+from kvstore.types import FINGERPRINT_BYTES, LeaseId, ReservationId
 from kvstore.version import VERSION
 
 HELLO_SECONDS_MAX = 10.0
-GROUPS_MAX = 64
-"""KV groups in one call; a model has a handful."""
 ANNOUNCE_SECONDS = 0.002
 
 
-class ControlServicer(KeepingVerbs, control_pb2_grpc.ControlServicer):
+class ControlServicer(KeepingVerbs, PlanningVerbs, control_pb2_grpc.ControlServicer):
     """All verbs of the control API over one `Service`."""
 
     # ------------------------------------------------------------------ attach
@@ -101,6 +100,7 @@ class ControlServicer(KeepingVerbs, control_pb2_grpc.ControlServicer):
             write_lease_seconds=config.lease.write_seconds,
             lease_blocks_max=config.lease.blocks_max,
             version=VERSION,
+            break_even_tokens=self.service.advisor.least_break_even(),
         )
 
     # ------------------------------------------------------------------ namespaces
@@ -111,7 +111,12 @@ class ControlServicer(KeepingVerbs, control_pb2_grpc.ControlServicer):
         sizes = request.layout
         layout = BlockLayout(sizes.block_tokens, sizes.layers, sizes.layer_bytes, sizes.ranks or 1)
         namespace = await self.service.declare(
-            request.namespace, request.kind, layout, request.window_tokens, request.label
+            request.namespace,
+            request.kind,
+            layout,
+            request.window_tokens,
+            request.label,
+            model_size(request),
         )
         return namespace_reply(namespace)
 
@@ -121,48 +126,18 @@ class ControlServicer(KeepingVerbs, control_pb2_grpc.ControlServicer):
 
     # ------------------------------------------------------------------ reads
 
-    def _groups(self, groups: Any) -> list[tuple[Namespace, bytes]]:
-        if len(groups) > GROUPS_MAX:
-            raise InvalidRequest(f"groups: {len(groups)} in one call, the limit is {GROUPS_MAX}")
-        get = self.service.store.namespaces.get
-        return [
-            (get(group.namespace), self._names(group.fingerprints, f"groups[{index}].fingerprints"))
-            for index, group in enumerate(groups)
-        ]
-
-    @unary
-    async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchReply:
-        session = self.service.sessions.get(request.client)
-        store, now = self.service.store, self.service.now()
-        result = store.match(
-            session.client,
-            self._groups(request.groups),
-            request.prompt_tokens,
-            request.want_lease,
-            now,
-        )
-        if request.begin_load and result.lease:
-            self.service.load_soon(result.groups)
-        self.service.touch_soon()
-        return pb.MatchReply(
-            boundary_tokens=result.boundary_tokens,
-            lease=result.lease or 0,
-            lease_seconds=self._config.lease.read_seconds if result.lease else 0.0,
-            groups=[pack_group(store, group) for group in result.groups],
-            short_reason=result.short_reason,
-            boot_id=self.service.boot_id,
-        )
-
     @streaming
     async def Load(self, request: pb.LoadRequest, context: Any) -> AsyncIterator[pb.LoadReply]:
         session = self.service.sessions.get(request.client)
         deadline = self.service.deadline(request.deadline_ms)
-        groups = self.service.leased_groups(session.client, request.lease)
-        layer_order = request.order == pb.LAYER_ORDER
         store = self.service.store
+        rows = store.leases.rows_of(session.client, LeaseId(request.lease), self.service.now())
+        groups = groups_of(rows, store.catalog.namespace[rows].astype(np.int64), store.namespaces)
         if request.staging:
             self.service.staging.opened(LeaseId(request.lease), groups, self.service.now())
-        stream = await self.service.open_load(groups, layer_order=layer_order, deadline=deadline)
+        stream = await self.service.mover.open_load(
+            groups, order=request.order, first=request.first_block, deadline=deadline
+        )
         yield pb.LoadReply(
             grants=[pack_group(store, group) for group in stream.groups],
             short_reason=stream.short_reason,
@@ -197,16 +172,6 @@ class ControlServicer(KeepingVerbs, control_pb2_grpc.ControlServicer):
         session = self.service.sessions.get(request.client)
         seconds = self.service.renew(session, request.lease, request.reservation)
         return pb.RenewReply(lease_seconds=seconds)
-
-    @unary
-    async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportReply:
-        self.service.sessions.get(request.client)
-        for namespace, names in self._groups(request.used):
-            self.service.store.report(namespace, names, 0)
-        if request.missed_blocks:
-            self.service.store.report(None, b"", request.missed_blocks)
-        self.service.touch_soon()
-        return pb.ReportReply()
 
     @unary
     async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsReply:
@@ -279,22 +244,3 @@ class ControlServicer(KeepingVerbs, control_pb2_grpc.ControlServicer):
                 findings=progress.findings,
                 done=progress.is_done,
             )
-
-    @unary
-    async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchReply:
-        """A hint may be ignored: this daemon accepts none yet, and says so."""
-        self._groups(request.groups)
-        return pb.PrefetchReply(accepted=0)
-
-    @unary
-    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreReply:
-        """Tokens available by tier; the TTFT prediction stays 0 until costs are calibrated."""
-        store = self.service.store
-        namespace = store.namespaces.get(request.namespace)
-        prefix, mask = store.exists(namespace, self._names(request.fingerprints, "fingerprints"))
-        tokens = {
-            int(tier): int(np.count_nonzero(mask[:prefix] & (1 << tier)))
-            * namespace.layout.block_tokens
-            for tier in (Tier.HOST, Tier.NVME)
-        }
-        return pb.ScoreReply(tokens_by_tier=tokens)

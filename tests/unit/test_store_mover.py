@@ -22,8 +22,9 @@ from store_kit import (
 
 from kvstore.errors import LeaseUnknown, TierIO, Unavailable
 from kvstore.layout import BlockLayout
+from kvstore.matching import GroupMatch
 from kvstore.mover import Mover
-from kvstore.promotion import runs_of
+from kvstore.promotion import LAYERS, runs_of
 from kvstore.slab import SlotState
 from kvstore.testing.faults import Fail
 from kvstore.types import NamespaceKind
@@ -157,7 +158,7 @@ def test_a_slot_is_not_reused_while_reads_into_it_are_running(harness, engine):
     space = harness.declare("a", LARGE)
     chain = harness.chain(space, tokens(1))
     on_nvme_only(harness, space, chain, engine)
-    lease = harness.wait(engine.match([(space, chain)]))
+    harness.wait(engine.match([(space, chain)]))
     store, pool = harness.store, harness.store.host_tier.pool
     is_held, may_end = threading.Event(), threading.Event()
 
@@ -172,8 +173,8 @@ def test_a_slot_is_not_reused_while_reads_into_it_are_running(harness, engine):
 
     async def load():
         mover = Mover(store, harness.service.writes._room, workers, 2, harness.clock.monotonic)
-        groups = harness.service.leased_groups(engine.session.client, lease.lease)
-        stream = await mover.open_load(groups, layer_order=True, deadline=1e9)
+        groups = [GroupMatch(space, 0, rows_of(harness, chain))]
+        stream = await mover.open_load(groups, order=LAYERS, deadline=1e9)
         slot = int(store.catalog.host_slot[rows_of(harness, chain)[0]])
         while not stream.failed:
             await asyncio.sleep(0.001)

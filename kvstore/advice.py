@@ -1,0 +1,122 @@
+"""What to load of what was found: the planner between a look-up and its lease.
+
+Primitives of `Advisor`: `match`, `predict`, `break_even`; `Ability`, what an engine can do.
+
+Until prefill times of a namespace were seen, there is no plan and all that was found is offered.
+What a plan declines to load is no part of the match, nor of the lease. Runs on the daemon's loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.matching import MatchResult
+from kvstore.mover import Mover
+from kvstore.namespaces import Namespace
+from kvstore.planner import Pipeline, Plan, Prompt, break_even_tokens, plan
+from kvstore.prefetch import Prefetcher
+from kvstore.store import READY, Store
+from kvstore.types import ClientId, NamespaceKind, Tier
+from kvstore.uses import TokenHint
+
+PLANNED = "planned"
+
+
+@dataclass(frozen=True)
+class Ability:
+    """What the engine can do with this prompt; see `planner.Prompt` and `planner.Pipeline`."""
+
+    prompt_tokens: int
+    held_blocks: int = 0
+    stages: int = 1
+    unit_blocks: int = 0
+
+
+class Advisor:
+    """Judges with the store's costs and the mover's queue."""
+
+    def __init__(self, store: Store, mover: Mover, prefetcher: Prefetcher) -> None:
+        self._store = store
+        self._mover = mover
+        self._prefetcher = prefetcher
+
+    def match(
+        self,
+        client: ClientId,
+        groups: Sequence[tuple[Namespace, bytes]],
+        prompt_tokens: int,
+        want_lease: bool,
+        now: float,
+        ability: Ability | None = None,
+        hints: Sequence[TokenHint] = (),
+    ) -> tuple[MatchResult, Plan | None]:
+        """`Store.find`, cut to what the plan loads, then `Store.hold`. Raises InvalidRequest,
+        LeaseTooLarge.
+        """
+        result = self._store.find(groups, prompt_tokens)
+        made = None if ability is None else self.predict(result, ability)
+        if made is not None:
+            block_tokens = result.groups[0].namespace.layout.block_tokens
+            kept = made.last * block_tokens if made.blocks else 0
+            if kept < result.boundary_tokens:
+                first = result.groups[0]
+                self._prefetcher.probe(first.namespace, first.rows[kept // block_tokens :])
+                result.cut(kept, PLANNED)
+        self._store.hold(client, result, want_lease, now, hints)
+        return result, made
+
+    def predict(self, result: MatchResult, ability: Ability) -> Plan | None:
+        """The plan for what was found; None while uncalibrated, and for opaque keys."""
+        first, namespace = result.groups[0], result.groups[0].namespace
+        costs = self._store.costs
+        if namespace.kind is NamespaceKind.FLAT or not costs.is_calibrated(namespace.index):
+            return None
+        found = sum(len(group.rows) * group.namespace.layout.block_bytes for group in result.groups)
+        prompt = Prompt(
+            max(ability.prompt_tokens, result.boundary_tokens),
+            namespace.layout.block_tokens,
+            found // max(len(first.rows), 1),
+            self._store.catalog.host_state[first.rows] != READY,
+            ability.held_blocks,
+            ability.unit_blocks,
+            # Sliding groups hold a window only: there is no shorter prefix to load.
+            is_whole=len(result.groups) > 1 or namespace.window_tokens > 0,
+        )
+        return plan(prompt, self._pipeline(namespace, ability.stages))
+
+    def _pipeline(self, namespace: Namespace, stages: int) -> Pipeline:
+        costs = self._store.costs
+        return Pipeline(
+            costs.prefill(namespace.index),
+            costs.link(Tier.HOST),
+            costs.link(Tier.NVME),
+            costs.call_seconds(namespace.index),
+            float(self._mover.bytes_inflight),
+            max(1, min(stages, len(namespace.layout.parts))),
+        )
+
+    def break_even(self, namespace: Namespace) -> dict[int, int]:
+        """Tier → prefix tokens below which a load loses to recompute; empty while uncalibrated."""
+        costs, layout = self._store.costs, namespace.layout
+        if not costs.is_calibrated(namespace.index):
+            return {}
+        prefill, host = costs.prefill(namespace.index), costs.link(Tier.HOST)
+        each = layout.block_bytes / layout.block_tokens
+        return {
+            int(Tier.HOST): break_even_tokens(prefill, (host,), each),
+            int(Tier.NVME): break_even_tokens(prefill, (costs.link(Tier.NVME), host), each),
+        }
+
+    def least_break_even(self) -> dict[int, int]:
+        """The smallest of all namespaces, by tier."""
+        least: dict[int, int] = {}
+        for namespace in self._store.namespaces:
+            for tier, tokens in self.break_even(namespace).items():
+                least[tier] = min(tokens, least.get(tier, tokens))
+        return least
+
+    def score(self, namespace: Namespace, names: bytes, prompt_tokens: int) -> Plan | None:
+        """What a request for this chain would meet; counts no use. None while uncalibrated."""
+        result = self._store.find([(namespace, names)], 0)
+        return self.predict(result, Ability(prompt_tokens))
