@@ -3,6 +3,7 @@
 Primitives of `KVClient`:
   `namespace`      a handle with all verbs on one namespace's blocks; `known_namespace` by its id
   `match_groups`   one lease over several KV groups of a hybrid model
+  `boundary_in_host`   how far those groups can be served from host memory; no call
   `wait_connected`, `connected`, `away_reason`, `directory_reads`, `statistics`
   `stat`, `clear_all`, `close`
 
@@ -21,6 +22,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from kvstore.boundary import GroupReach, common_boundary
 from kvstore.client.committer import Committer
 from kvstore.client.copying import CopyThreads
 from kvstore.client.groups import Wanted
@@ -222,6 +224,21 @@ class KVClient:
             return request_lease(self._session, self._keeper, life, wanted, prompt_tokens, limit)
         except KVStoreError as error:
             return ReadLease(self._session, self._keeper, None, reason=reason_of(error))
+
+    def boundary_in_host(self, groups: Sequence[Names], prompt_tokens: int = 0) -> int:
+        """The boundary in tokens that `match_groups` would find if there was only the host tier.
+
+        No call, no lease, counts no use; 0 where the directory must not be read without a call.
+        Raises InvalidRequest like `match_groups`.
+        """
+        handles = [self._handle_of(names) for names in groups]
+        if not self.directory_reads.enabled:
+            return 0
+        reaches = [
+            GroupReach(handle.layout.block_tokens, handle.window_tokens, handle.match_each(names))
+            for handle, names in zip(handles, groups, strict=True)
+        ]
+        return common_boundary(reaches, prompt_tokens)
 
     def known_namespace(self, namespace: NamespaceId) -> NamespaceHandle:
         """The handle of a namespace that was declared by whoever knows its layout.

@@ -1,0 +1,423 @@
+"""kvstore for vLLM: `--kv-transfer-config` with `kv_connector_module_path="engine_adapter.vllm"`.
+
+Primitives:
+  `KVStoreConnector`   vLLM's connector interface, handed on to `SchedulerSide` and `WorkerSide`
+  `read_facts`         vLLM's configuration as plain values; refuses by name what is not supported
+
+The only module besides `vllm_tier` that imports vLLM; decides nothing by itself. Written for the
+versions in VERSIONS; see docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from engine_adapter.refusal import Refused
+from engine_adapter.vllm_identity import (
+    EngineFacts,
+    GroupFacts,
+    adapter_digest,
+    lanes_of,
+    weights_digest_of,
+)
+from engine_adapter.vllm_orders import StepOrders, WorkerReport
+from engine_adapter.vllm_scheduler import SchedulerSide
+from engine_adapter.vllm_settings import Settings, settings_from
+from engine_adapter.vllm_statistics import COUNTERS, added
+from engine_adapter.vllm_worker import WorkerSide
+from kvstore.client import KVClient
+
+VERSIONS = ("0.32.",)
+"""Beginnings of vLLM versions whose connector interface this was proven on."""
+ATTACH_SECONDS = 2.0
+"""An engine waits so long for the daemon when it starts; later it attaches by itself."""
+
+_log = logging.getLogger("vllm.kvstore")
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A step's orders, scheduler to workers."""
+
+    orders: StepOrders
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What came of them, workers to scheduler."""
+
+    report: WorkerReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return Report(self.report.merge(other.report))
+
+
+@dataclass
+class Stats(KVConnectorStats):  # type: ignore[misc]
+    """`data`: amounts by the names in COUNTERS."""
+
+    data: dict[str, float] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return Stats(added(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(amount, 6) for name, amount in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One Prometheus counter `vllm:kvstore_<name>` a counter."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        labels = arguments[2]
+        self._counters: dict[tuple[str, int], Any] = {}
+        for name, text in COUNTERS.items():
+            counter = self._counter_cls(f"vllm:kvstore_{name}", text, labelnames=labels)
+            for engine, values in self.per_engine_labelvalues.items():
+                self._counters[name, engine] = counter.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, amount in transfer_stats_data.items():
+            if (name, engine_idx) in self._counters:
+                self._counters[name, engine_idx].inc(amount)
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Made by vLLM, once a role. Raises Refused for what could be silently wrong."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = settings_from(transfer.kv_connector_extra_config)
+        if transfer.kv_load_failure_policy != "recompute":
+            _log.warning(
+                "kv_load_failure_policy is %r: a block that cannot be loaded ends its request; "
+                'set "recompute"',
+                transfer.kv_load_failure_policy,
+            )
+        self._groups = len(kv_cache_config.kv_cache_groups)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._was_reset = False
+        lanes = lanes_of(read_facts(vllm_config, kv_cache_config, settings))
+        client = KVClient(
+            settings.socket or None,
+            engine=f"vllm-{transfer.engine_id}",
+            deadline_seconds=max(settings.lookup_seconds, 2.0),
+        )
+        if not client.wait_connected(ATTACH_SECONDS):
+            _log.warning("kvstore: no daemon yet (%s); everything is a miss", client.away_reason)
+        if role is KVConnectorRole.SCHEDULER:
+            events = vllm_config.kv_events_config
+            self._scheduler = SchedulerSide(
+                client,
+                lanes,
+                settings,
+                adapter_digest=adapter_digest,
+                step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
+                may_load=transfer.is_kv_consumer,
+                may_save=transfer.is_kv_producer,
+                may_layerwise=self._groups == 1 and vllm_config.max_concurrent_batches == 1,
+                wants_events=bool(events and events.enable_kv_cache_events),
+            )
+        else:
+            rank = vllm_config.parallel_config.rank % max(
+                vllm_config.parallel_config.tensor_parallel_size, 1
+            )
+            self._worker = WorkerSide(client, lanes, rank, settings)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is not handed on is computed again."""
+        return False
+
+    @property
+    def scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None  # vLLM calls each role's methods only
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerSide:
+        assert self._worker is not None
+        return self._worker
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Hooks inside the forward pass are skipped in full graphs."""
+        return settings_from(extra_config).layerwise != "never"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> KVConnectorPromMetrics:
+        return PromMetrics(*arguments)
+
+    # ------------------------------------------------------------------ scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._kv_cache_manager = kv_cache_manager
+
+    def on_new_request(self, request: Any) -> None:
+        began = time.thread_time()
+        self.scheduler.arrived(request)
+        self._count(self.scheduler, began)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        began = time.thread_time()
+        answer = self.scheduler.matched(request, num_computed_tokens)
+        self._count(self.scheduler, began)
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            began = time.thread_time()
+            self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            self._count(self.scheduler, began)
+
+    def get_external_cache_hit_sources(self, request: Any, num_tokens: int) -> dict[Any, int]:
+        host, disk = self.scheduler.sources(request.request_id, num_tokens)
+        found = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in found.items() if tokens}
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        began = time.thread_time()
+        scheduled = scheduler_output.num_scheduled_tokens
+        state = scheduler_output.kv_connector_block_state
+        self._last_scheduled = tuple(scheduled)
+        orders = self.scheduler.step_orders(
+            scheduled, scheduler_output.preempted_req_ids or (), state.get_block_ids
+        )
+        self._count(self.scheduler, began)
+        return Metadata(orders)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        began = time.thread_time()
+        if connector_output.invalid_block_ids:
+            self._evict(connector_output.invalid_block_ids)
+        meta = connector_output.kv_connector_worker_meta
+        self.scheduler.step_ended(
+            meta.report if meta is not None else None, connector_output.finished_recving or ()
+        )
+        self._count(self.scheduler, began)
+
+    def _evict(self, bad: set[int]) -> None:
+        """vLLM keeps bad blocks in its prefix cache until they are computed again; if the request
+        is aborted before, another one would find them. Also what was computed from them."""
+        manager = self._kv_cache_manager
+        for request_id in self._last_scheduled:
+            (ids,) = manager.get_block_ids(request_id)
+            first = next((at for at, block in enumerate(ids) if block in bad), None)
+            if first is not None:
+                manager.evict_blocks(set(ids[first:]))
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.finished(request.request_id)
+        return False, None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        if self._was_reset:
+            self._was_reset = False
+            yield AllBlocksCleared()
+        for request, lane, first, order, stored in self.scheduler.take_stored():
+            yield _stored_event(self._vllm_config, request, lane, first, order, stored)
+
+    def reset_cache(self) -> bool:
+        self._was_reset = True
+        return self.scheduler.reset()
+
+    # ------------------------------------------------------------------ worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches, self._kv_cache_config.num_blocks)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.begin(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        began = time.thread_time()
+        self.worker.start_loads()
+        self._count(self.worker, began)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self.worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are saved whole, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        began = time.thread_time()
+        self.worker.end_forward()
+        self._count(self.worker, began)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received = self.worker.received()
+        failed = self.worker.failed()
+        # With one group the scheduler is told by block, and keeps what came before the bad ones.
+        return KVConnectorTransferResults(
+            finished_recving=received, failed_recving=failed if self._groups > 1 else set()
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        bad = self.worker.bad_block_ids()
+        return bad if self._groups == 1 else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = self.worker.report()
+        return None if report is None else Report(report)
+
+    # ------------------------------------------------------------------ both
+
+    def _count(self, side: SchedulerSide | WorkerSide, began: float) -> None:
+        side.counts.add(hook_seconds=time.thread_time() - began)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        side = self._scheduler or self._worker
+        data = side.counts.take() if side is not None else {}
+        return Stats(data) if data else None
+
+    def shutdown(self) -> None:
+        side = self._scheduler or self._worker
+        if side is not None:
+            side.close()
+
+
+def _stored_event(
+    config: VllmConfig, request: Any, lane: Any, first: int, order: Any, stored: int
+) -> KVCacheEvent:
+    """Blocks that are found in the host tier from now on."""
+    step = lane.block_tokens // (config.cache_config.block_size or lane.block_tokens) or 1
+    hashes = request.block_hashes
+    chosen = [hashes[(block + 1) * step - 1] for block in range(first, first + stored)]
+    tokens = request.all_token_ids[first * lane.block_tokens : (first + stored) * lane.block_tokens]
+    lora = request.lora_request
+    return BlockStored(
+        block_hashes=[maybe_convert_block_hash(value) for value in chosen],
+        parent_block_hash=maybe_convert_block_hash(hashes[first * step - 1]) if first else None,
+        token_ids=list(tokens),
+        block_size=lane.block_tokens,
+        lora_id=lora.adapter_id if lora else None,
+        medium=MEDIUM_CPU,
+        lora_name=lora.name if lora else None,
+        group_idx=lane.group,
+    )
+
+
+def read_facts(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> EngineFacts:
+    """Raises Refused, naming what is not supported and the way out."""
+    if not vllm.__version__.startswith(VERSIONS):
+        raise Refused(
+            f"vLLM {vllm.__version__}: this connector was proven on {', '.join(VERSIONS)}* only"
+        )
+    _refuse_unsupported(config)
+    model, parallel = config.model_config, config.parallel_config
+    return EngineFacts(
+        architecture=" ".join(model.hf_config.architectures or ()),
+        config=model.hf_config.to_dict(),
+        weights_digest=weights_digest_of(model.model, settings.weights_digest),
+        model_length=model.max_model_len,
+        dtype=str(model.dtype),
+        kv_dtype=str(config.cache_config.cache_dtype),
+        quantization=str(model.quantization or ""),
+        layout=f"{cache.kv_cache_layout or 'LBHNC'} {torch.backends.cpu.get_cpu_capability()}",
+        attention=str(config.attention_config.backend or "default"),
+        versions=(("vllm", vllm.__version__), ("torch", torch.__version__)),
+        ranks=parallel.tensor_parallel_size,
+        groups=tuple(_group(number, group) for number, group in enumerate(cache.kv_cache_groups)),
+        tenant_salt=settings.tenant_salt,
+        variant=settings.variant,
+    )
+
+
+def _refuse_unsupported(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    found = {
+        "speculative decoding": config.speculative_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "KV scales computed at run time": bool(
+            getattr(config.cache_config, "calculate_kv_scales", False)
+        ),
+        f"platform {current_platform.device_type!r}": current_platform.device_type != "cpu",
+    }
+    names = [name for name, is_used in found.items() if is_used]
+    if names:
+        raise Refused(f"kvstore does not support {', '.join(names)} with vLLM yet; turn it off")
+
+
+def _group(number: int, group: Any) -> GroupFacts:
+    spec = group.kv_cache_spec
+    kinds = {FullAttentionSpec: 0, MLAAttentionSpec: 0, SlidingWindowSpec: 1}
+    if type(spec) not in kinds:
+        raise Refused(
+            f"KV group {number} ({group.layer_names[0]}, ...) is a {type(spec).__name__}; kvstore "
+            f"supports {', '.join(kind.__name__ for kind in kinds)}"
+        )
+    window = getattr(spec, "sliding_window", None) or 0
+    is_sliding = isinstance(spec, SlidingWindowSpec)
+    return GroupFacts(
+        number=number,
+        kind=type(spec).__name__,
+        layer_names=tuple(group.layer_names),
+        block_tokens=spec.block_size,
+        layer_bytes=spec.page_size_bytes,
+        heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        window_tokens=window + spec.extra_retained_tokens if is_sliding else 0,
+        is_shared=isinstance(spec, MLAAttentionSpec),
+    )

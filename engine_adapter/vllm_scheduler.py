@@ -1,0 +1,386 @@
+"""The scheduler's half of the vLLM connector: what to load, what to save, when to say no.
+
+Primitives of `SchedulerSide`, in the order in which a request meets them:
+  `arrived`       its lookup starts on another thread
+  `matched`       how many tokens can be loaded; None: ask again
+  `allocated`     the engine's blocks are known: the load becomes an order
+  `step_orders`   the work of a step, saves of what it computes among it
+  `step_ended`    what the workers found out
+  `finished`      forgets it
+  `reset`         nothing stored so far may be found again
+
+Never calls the daemon but in `reset`. A step waits at most `stall_seconds` for lookups in all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from engine_adapter.vllm_lookup import Lookup, Lookups, Suppressed
+from engine_adapter.vllm_orders import (
+    BlockOrder,
+    Lane,
+    LoadOrder,
+    SaveOrder,
+    StepOrders,
+    Stretch,
+    WorkerReport,
+)
+from engine_adapter.vllm_requests import LOADS_MAX, EngineRequest, Tracked, contents_of
+from engine_adapter.vllm_settings import Settings
+from engine_adapter.vllm_speed import Speeds
+from engine_adapter.vllm_statistics import Counts
+from kvstore.client import KVClient, NamespaceHandle
+from kvstore.errors import KVStoreError
+from kvstore.fingerprint import Chain
+
+STALE_SECONDS = 0.25
+"""An answer this old is asked for once more: others may have stored the prefix meanwhile."""
+NULL_BLOCK = 0
+"""vLLM's place holder for blocks that left a sliding window."""
+NOTHING = StepOrders()
+
+_log = logging.getLogger(__name__)
+
+
+class SchedulerSide:
+    """One thread's: the scheduler's."""
+
+    def __init__(
+        self,
+        client: KVClient,
+        lanes: Sequence[Lane],
+        settings: Settings,
+        *,
+        adapter_digest: Callable[[Any], str],
+        step_tokens_max: int,
+        may_load: bool = True,
+        may_save: bool = True,
+        may_layerwise: bool = True,
+        wants_events: bool = False,
+    ) -> None:
+        self._client = client
+        self._lanes = tuple(lanes)
+        self._handles = [open_lane(client, lane) for lane in lanes]
+        self._settings = settings
+        self._adapter_digest = adapter_digest
+        self._step_tokens_max = step_tokens_max
+        self._may_load, self._may_save = may_load, may_save
+        self._may_layerwise = may_layerwise and settings.layerwise != "never"
+        self._wants_events = wants_events
+        self._block_tokens_min = min(lane.block_tokens for lane in lanes)
+        self._requests: dict[str, Tracked] = {}
+        self._loading: dict[str, Tracked] = {}
+        """Beside the forward pass, until the workers report them; also of aborted requests."""
+        self._loads: list[LoadOrder] = []
+        self._next_number = 0
+        self._unstored: dict[int, tuple[Any, ...]] = {}
+        self._stored: list[tuple[Any, ...]] = []
+        self._last_saves: list[tuple[Tracked, int, int]] = []
+        self._stall_left = settings.stall_seconds
+        self._fence = self._acknowledged = 0
+        self._reset: Future[None] | None = None
+        self._is_resetting = False
+        self._control = ThreadPoolExecutor(1, "kvstore-reset")
+        self.counts = Counts()
+        self.speeds = Speeds()
+        self._suppressed = Suppressed(settings.suppress_seconds)
+        self._lookups = Lookups(client, settings.lookup_seconds, self._budget, self._suppressed)
+
+    # ------------------------------------------------------------------ a request's way
+
+    def arrived(self, request: EngineRequest) -> None:
+        """Begin to look for its prefix."""
+        tracked = Tracked(request)
+        if request.prompt_embeds is not None or request.prompt_token_ids is None:
+            tracked.plain_reason = "prompt embeddings"
+        self._requests[request.request_id] = tracked
+        self.counts.add(requests=1)
+        if not tracked.plain_reason:
+            self._look_up(tracked, request.prompt_token_ids or ())
+
+    def _look_up(self, tracked: Tracked, prompt: Sequence[int]) -> None:
+        tracked.forget_lookup()
+        chains = tracked.chains
+
+        def make_chains() -> Sequence[Chain]:
+            if chains:
+                return chains
+            contents = contents_of(tracked.request, self._adapter_digest)
+            return [Chain(lane.namespace, lane.block_tokens, contents) for lane in self._lanes]
+
+        until = time.monotonic() + self._settings.lookup_seconds
+        tracked.lookup = Lookup(make_chains, prompt, until, tracked.hashed_tokens)
+        self._lookups.start(tracked.lookup)
+
+    def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+        """(tokens beyond `computed` that can be loaded, whether beside the forward pass)."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.plain_reason or self._is_resetting:
+            return 0, False
+        tracked.computed_tokens = computed
+        lookup = self._current_lookup(tracked)
+        now = time.monotonic()
+        if not lookup.is_done:
+            wait = min(self._stall_left, max(lookup.until - now, 0.0))
+            is_done = wait > 0 and lookup.wait(wait)
+            waited = time.monotonic() - now
+            self._stall_left -= waited
+            self.counts.add(stall_seconds=waited)
+            if not is_done:
+                if now < lookup.until:
+                    return None, False
+                self.counts.add(lookups_late=1)
+                return 0, False
+        tracked.take_lookup()
+        tokens = lookup.tokens - computed
+        if not self._may_load or tokens < max(self._settings.hit_tokens_min, 1):
+            return 0, False
+        if tracked.loads >= LOADS_MAX:
+            self.counts.add(loads_given_up=1)
+            return 0, False
+        tracked.from_below = lookup.from_below
+        tracked.is_layerwise = self._is_hidden(tokens, request.num_tokens - lookup.tokens)
+        return tokens, not tracked.is_layerwise
+
+    def _current_lookup(self, tracked: Tracked) -> Lookup:
+        """A new one after a preemption or a failed load, and once when the first grew old."""
+        lookup = tracked.lookup
+        if lookup is None or tracked.has_failed:
+            self._look_up(tracked, list(tracked.request.all_token_ids))
+        elif (
+            not tracked.is_refreshed
+            and lookup.is_done
+            and time.monotonic() - lookup.began > STALE_SECONDS
+        ):
+            self._look_up(tracked, list(tracked.request.all_token_ids))
+            tracked.is_refreshed = True
+        assert tracked.lookup is not None
+        return tracked.lookup
+
+    def _is_hidden(self, tokens: int, suffix: int) -> bool:
+        """Whether a load inside the step costs the step no more than it may."""
+        if not self._may_layerwise:
+            return False
+        if self._settings.layerwise == "always":
+            return True
+        load = self.speeds.copy_seconds(tokens * self._token_bytes())
+        compute = self.speeds.prefill_seconds(min(suffix, self._step_tokens_max))
+        return load <= max(compute, self._settings.stall_seconds)
+
+    def _token_bytes(self) -> float:
+        return sum(lane.layout.block_bytes / lane.block_tokens for lane in self._lanes)
+
+    def _budget(self, tokens: int) -> float:
+        """Bringing blocks up may take as long as computing them would."""
+        predicted = self.speeds.prefill_seconds(tokens)
+        return min(predicted or self._settings.load_seconds, self._settings.load_seconds)
+
+    def allocated(
+        self, request: EngineRequest, block_ids: Sequence[Sequence[int]], tokens: int
+    ) -> None:
+        """The engine gave the request blocks and will load `tokens` tokens into them."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or not tokens:
+            return
+        first, stop = tracked.computed_tokens, tracked.computed_tokens + tokens
+        orders: list[BlockOrder] = []
+        for index, lane in enumerate(self._lanes):
+            begin, end = first // lane.block_tokens, -(-stop // lane.block_tokens)
+            ids = block_ids[lane.group]
+            orders += self._block_orders(index, tracked.chains[index], ids, begin, end)
+        order = LoadOrder(request.request_id, tracked.is_layerwise, tuple(orders))
+        self._loads.append(order)
+        tracked.loads += 1
+        below = min(tracked.from_below, tokens)
+        self.counts.add(
+            loads=1,
+            loads_layerwise=int(tracked.is_layerwise),
+            promised_host_tokens=tokens - below,
+            promised_nvme_tokens=below,
+        )
+        if not tracked.is_layerwise:
+            tracked.is_loading = True
+            self._loading[request.request_id] = tracked
+
+    def sources(self, request_id: str, tokens: int) -> tuple[int, int]:
+        """Of `tokens` about to be loaded: (found in host memory, brought up from below)."""
+        tracked = self._requests.get(request_id)
+        below = min(tracked.from_below, tokens) if tracked is not None else 0
+        return tokens - below, below
+
+    @staticmethod
+    def _block_orders(
+        lane: int, chain: Chain, ids: Sequence[int], begin: int, end: int
+    ) -> list[BlockOrder]:
+        """Blocks [begin, end), without those that a window has left behind."""
+        orders: list[BlockOrder] = []
+        end = min(end, len(ids), len(chain))
+        while begin < end:
+            if ids[begin] == NULL_BLOCK:
+                begin += 1
+                continue
+            stop = begin + 1
+            while stop < end and ids[stop] != NULL_BLOCK:
+                stop += 1
+            names = Stretch.of(chain, begin, stop)
+            orders.append(BlockOrder(lane, names, tuple(ids[begin:stop])))
+            begin = stop
+        return orders
+
+    def finished(self, request_id: str) -> None:
+        """Its blocks are freed now, or once a load that is under way was reported."""
+        self._loads = [order for order in self._loads if self._keeps(order, request_id)]
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None and not tracked.is_loading:
+            tracked.forget_lookup()
+
+    @staticmethod
+    def _keeps(order: LoadOrder, request_id: str) -> bool:
+        """One beside the forward pass stays: the scheduler waits for its report."""
+        return order.request != request_id or not order.is_layerwise
+
+    # ------------------------------------------------------------------ a step
+
+    def step_orders(
+        self,
+        scheduled: Mapping[str, int],
+        preempted: Iterable[str],
+        block_ids_of: Callable[[str], Sequence[Sequence[int]] | None],
+    ) -> StepOrders:
+        """`scheduled`: tokens computed in this step, by request."""
+        self._stall_left = self._settings.stall_seconds
+        if self._is_resetting and self._acknowledged >= self._fence:
+            self._clear_again()
+        for request_id in preempted:
+            tracked = self._requests.get(request_id)
+            if tracked is not None and not tracked.plain_reason:
+                tracked.forget_lookup()
+                tracked.loads = 0
+        self._last_saves.clear()
+        self.speeds.step_begins(sum(scheduled.values()))
+        saves: list[SaveOrder] = []
+        if self._may_save and not self._is_resetting:
+            for request_id, tokens in scheduled.items():
+                tracked = self._requests.get(request_id)
+                if tracked is not None:
+                    self._save(tracked, tokens, block_ids_of, saves)
+        if not self._loads and not saves and not self._fence:
+            return NOTHING
+        orders = StepOrders(tuple(self._loads), tuple(saves), self._fence)
+        self._loads = []
+        return orders
+
+    def _save(
+        self,
+        tracked: Tracked,
+        tokens: int,
+        block_ids_of: Callable[[str], Sequence[Sequence[int]] | None],
+        saves: list[SaveOrder],
+    ) -> None:
+        """Order what this step completes of a request, once the lookup told what is stored."""
+        if not tracked.saved and not tracked.take_lookup():
+            return
+        request = tracked.request
+        computed = min(request.num_computed_tokens + tokens, request.num_tokens)
+        if computed - min(tracked.saved) * self._block_tokens_min < self._block_tokens_min:
+            return
+        ids = block_ids_of(request.request_id)
+        if ids is None:
+            return
+        tracked.name_computed(computed)
+        for index, lane in enumerate(self._lanes):
+            begin, end = tracked.saved[index], computed // lane.block_tokens
+            if end <= begin:
+                continue
+            chain = tracked.chains[index]
+            for blocks in self._block_orders(index, chain, ids[lane.group], begin, end):
+                self._next_number += 1
+                saves.append(SaveOrder(self._next_number, blocks))
+                if self._wants_events and lane.rank == 0:
+                    self._unstored[self._next_number] = (request, lane, begin, blocks)
+            tracked.saved[index] = end
+            self._last_saves.append((tracked, index, begin))
+
+    def step_ended(self, report: WorkerReport | None, received: Iterable[str]) -> None:
+        """`received`: requests whose load ended, well or not."""
+        self.speeds.step_ends()
+        for request_id in received:
+            tracked = self._loading.pop(request_id, None)
+            if tracked is not None:
+                tracked.is_loading = False
+                tracked.end_lookup()
+        if report is None:
+            return
+        self._acknowledged = max(self._acknowledged, report.fence)
+        if report.failed:
+            self._suppressed.add(report.failed, time.monotonic())
+            self.counts.add(loads_failed=len(report.failed_requests))
+        for request_id in report.failed_requests:
+            if request_id in self._requests:
+                self._requests[request_id].load_failed()
+        if report.saves_lost:
+            for tracked, lane, begin in self._last_saves:
+                if tracked.saved:
+                    tracked.saved[lane] = min(tracked.saved[lane], begin)
+        if report.copy_bytes_per_second:
+            self.speeds.copied(report.copy_bytes_per_second)
+        for number, stored in report.stored.items():
+            event = self._unstored.pop(number, None)
+            if event is not None and stored:
+                self._stored.append((*event, stored))
+
+    def take_stored(self) -> list[tuple[Any, ...]]:
+        """(request, lane, first block, order, leading blocks stored) since the last call."""
+        stored, self._stored = self._stored, []
+        return stored
+
+    # ------------------------------------------------------------------ reset, end
+
+    def reset(self) -> bool:
+        """Clear the namespaces. Until the workers have let go of older saves nothing is found or
+        saved; then what those stored in between is cleared too. False: the daemon did not obey."""
+        self._fence += 1
+        self._is_resetting, self._reset = True, None
+        for tracked in self._requests.values():
+            if not tracked.is_loading:
+                tracked.forget_lookup()
+        self._unstored.clear()
+        try:
+            self._clear()
+        except KVStoreError as error:
+            _log.warning("reset: namespaces were not cleared: %s", error)
+            return False
+        return True
+
+    def _clear(self) -> None:
+        for handle in self._handles:
+            handle.clear()
+
+    def _clear_again(self) -> None:
+        if self._reset is None:
+            self._reset = self._control.submit(self._clear)
+        elif self._reset.done():
+            if self._reset.exception() is None:
+                self._is_resetting = False
+            self._reset = None
+
+    def close(self) -> None:
+        """Leave the daemon."""
+        self._lookups.close()
+        self._control.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+
+def open_lane(client: KVClient, lane: Lane) -> NamespaceHandle:
+    """The lane's namespace, declared now or when a daemon comes."""
+    return client.namespace(
+        lane.namespace,
+        lane.layout,
+        window_tokens=lane.window_tokens,
+        label=f"vllm rank {lane.rank}",
+    )

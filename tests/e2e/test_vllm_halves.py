@@ -1,0 +1,253 @@
+"""Both halves of the vLLM connector on a real daemon, with an engine that paints its blocks.
+
+Field cases VLLM-1, 2, 4, 7, 8, 10, 11, 15, 16. What the real engine does is told in tests/engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_adapter.vllm_settings import Settings
+from tests.conftest import DaemonProcess
+from tests.e2e.kit import SECONDS_MAX, running
+from tests.e2e.vllm_kit import BLOCK, FakeEngine, FakeRequest, lane
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[DaemonProcess]:
+    with running() as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def engine(store: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
+    """One lane of its own: nothing that other tests stored is found."""
+    with FakeEngine(store.socket, lane(name=request.node.name)) as made:
+        yield made
+
+
+@pytest.fixture
+def layerwise(store: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
+    """As `engine`; loads lie inside the forward pass."""
+    settings = Settings(socket=str(store.socket), layerwise="always", lookup_seconds=20.0)
+    with FakeEngine(store.socket, lane(name=request.node.name), settings=settings) as made:
+        yield made
+
+
+def tokens_of(number: int, count: int) -> list[int]:
+    return [number * 10_000 + at for at in range(count)]
+
+
+def test_what_is_promised_is_whole_blocks_below_the_prompt(engine: FakeEngine) -> None:
+    for number, count in enumerate([1, BLOCK, BLOCK + 1, 2 * BLOCK, 895]):
+        engine.compute(FakeRequest(f"a{number}", tokens_of(number, count)))
+        request = FakeRequest(f"b{number}", tokens_of(number, count))
+        tokens, table, last = engine.load(request)
+        assert tokens == (count - 1) // BLOCK * BLOCK
+        assert not last.bad
+        assert all(engine.holds(request, table, 0, at) for at in range(tokens // BLOCK))
+
+
+def test_the_engines_own_hit_is_not_loaded_again(engine: FakeEngine) -> None:
+    engine.compute(FakeRequest("a", tokens_of(1, 10 * BLOCK)))
+    request = FakeRequest("b", tokens_of(1, 10 * BLOCK))
+    engine.scheduler.arrived(request)  # type: ignore[arg-type]
+    assert engine.ask(request, 4 * BLOCK) == (5 * BLOCK, True)
+    assert engine.ask(request, 9 * BLOCK) == (0, False)
+
+
+def test_every_block_that_did_not_come_is_told(engine: FakeEngine) -> None:
+    engine.compute(FakeRequest("a", tokens_of(1, 9 * BLOCK)))
+    request = FakeRequest("b", tokens_of(1, 9 * BLOCK))
+    engine.scheduler.arrived(request)  # type: ignore[arg-type]
+    tokens, _ = engine.ask(request)
+    assert tokens == 8 * BLOCK
+    table = engine.ids(request.num_tokens)
+    handle = engine.scheduler._handles[0]
+    handle.delete(engine.chain(0, request), 5)
+    engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+    while "b" not in (last := engine.step({})).received:
+        pass
+    right = {table[0][at] for at in range(8) if engine.holds(request, table, 0, at)}
+    assert last.bad == set(table[0][:8]) - right
+    assert last.bad >= set(table[0][5:8])
+    # Asked again it is offered what is left, and never what failed.
+    again, _ = engine.ask(request)
+    assert again <= 5 * BLOCK
+
+
+def test_a_window_is_all_that_is_promised_and_loaded(store: DaemonProcess) -> None:
+    lanes = (lane(0, name="hybrid"), lane(1, 2 * BLOCK, name="hybrid"))
+    with FakeEngine(store.socket, *lanes, may_layerwise=False) as engine:
+        engine.compute(FakeRequest("a", tokens_of(1, 10 * BLOCK)))
+        request = FakeRequest("b", tokens_of(1, 10 * BLOCK))
+        tokens, table, last = engine.load(request)
+        assert tokens == 9 * BLOCK
+        assert not last.failed
+        assert all(engine.holds(request, table, 0, at) for at in range(9))
+        assert table[1][:7] == [0] * 7
+        assert all(engine.holds(request, table, 1, at) for at in (7, 8))
+        assert not engine.memory[1][0][0].any(), "block 0 is nobody's"
+
+
+def test_ranks_act_on_what_all_of_them_have(store: DaemonProcess) -> None:
+    lanes = (lane(0, rank=0, name="ranks"), lane(0, rank=1, name="ranks"))
+    with FakeEngine(store.socket, *lanes, may_layerwise=False) as engine:
+        request = FakeRequest("a", tokens_of(1, 9 * BLOCK))
+        engine.compute(request)
+        # Rank 1 is another process; here its lane was never saved.
+        tokens, _, _ = engine.load(FakeRequest("b", tokens_of(1, 9 * BLOCK)))
+        assert tokens == 0
+
+
+def test_a_layerwise_load_is_there_when_the_layer_is_read(layerwise: FakeEngine) -> None:
+    engine = layerwise
+    engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
+    request = FakeRequest("b", tokens_of(1, 5 * BLOCK))
+    engine.scheduler.arrived(request)  # type: ignore[arg-type]
+    tokens, is_async = engine.ask(request)
+    assert (tokens, is_async) == (4 * BLOCK, False)
+    table = engine.ids(request.num_tokens)
+    engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+    request.num_computed_tokens = tokens
+    last = engine.step({"b": BLOCK}, {"b": table}, {"b": request})
+    assert not last.bad
+    assert all(engine.holds(request, table, 0, at) for at in range(5))
+
+
+def test_nothing_computed_from_blocks_that_did_not_come_is_stored(layerwise: FakeEngine) -> None:
+    engine = layerwise
+    engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
+    request = FakeRequest("b", tokens_of(1, 7 * BLOCK))
+    engine.scheduler.arrived(request)  # type: ignore[arg-type]
+    tokens, _ = engine.ask(request)
+    table = engine.ids(request.num_tokens)
+    engine.scheduler._handles[0].delete(engine.chain(0, request), 0)
+    engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+    request.num_computed_tokens = tokens
+    last = engine.step({"b": 2 * BLOCK}, {"b": table}, {"b": request})
+    assert last.bad
+    assert last.report.saves_lost
+    assert engine.worker.wait_idle(SECONDS_MAX)
+    assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 0
+    # Computed from the start it is stored whole.
+    request.num_computed_tokens = 0
+    engine.step({"b": 7 * BLOCK}, {"b": table}, {"b": request})
+    assert engine.worker.wait_idle(SECONDS_MAX)
+    assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 7
+
+
+@pytest.mark.parametrize("phase", ["asked", "allocated", "ordered", "loaded"])
+def test_an_abort_leaves_nothing_behind(engine: FakeEngine, phase: str) -> None:
+    engine.compute(FakeRequest("a", tokens_of(1, 9 * BLOCK)))
+    request = FakeRequest("b", tokens_of(1, 9 * BLOCK))
+    scheduler: Any = engine.scheduler
+    scheduler.arrived(request)
+    received: set[str] = set()
+    tokens, _ = engine.ask(request) if phase != "asked" else (0, False)
+    if phase != "asked":
+        scheduler.allocated(request, engine.ids(request.num_tokens), tokens)
+    if phase in ("ordered", "loaded"):
+        received |= engine.step({}).received
+    while phase == "loaded" and not received:
+        received |= engine.step({}).received
+    scheduler.finished("b")
+    while phase != "asked" and not received:
+        received |= engine.step({}).received
+    for _ in range(3):
+        received_again = engine.step({}).received
+        assert not received_again, "told twice"
+    assert not scheduler._requests
+    assert not scheduler._loading
+
+
+def test_a_preempted_request_is_looked_up_anew(engine: FakeEngine) -> None:
+    request = FakeRequest("a", tokens_of(1, 6 * BLOCK))
+    engine.compute(FakeRequest("first", tokens_of(1, 4 * BLOCK)))
+    engine.scheduler.arrived(request)  # type: ignore[arg-type]
+    assert engine.ask(request)[0] == 4 * BLOCK
+    engine.step({}, preempted=("a",))
+    engine.compute(FakeRequest("second", tokens_of(1, 6 * BLOCK)))
+    assert engine.ask(request)[0] == 5 * BLOCK
+
+
+def test_decoded_blocks_are_stored_when_their_tokens_are_known(engine: FakeEngine) -> None:
+    request = FakeRequest("a", tokens_of(1, 2 * BLOCK - 1))
+    engine.scheduler.arrived(request)  # type: ignore[arg-type]
+    engine.ask(request)
+    table = engine.ids(4 * BLOCK)
+    count = request.num_tokens
+    engine.step({"a": count}, {"a": table}, {"a": request})
+    for token in range(BLOCK + 3):
+        request.num_computed_tokens = request.num_tokens
+        request.all_token_ids.append(90_000 + token)
+        engine.step({"a": 1}, {"a": table}, {"a": request})
+    assert engine.worker.wait_idle(SECONDS_MAX)
+    assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 3
+
+
+def test_salt_adapter_and_pictures_separate_prompts(engine: FakeEngine) -> None:
+    class Feature:
+        identifier = "picture"
+
+        class mm_position:
+            offset, length = BLOCK, 4
+
+    tokens = tokens_of(1, 4 * BLOCK)
+    variants: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "one"},
+        {"cache_salt": "two"},
+        {"lora_request": "one"},
+        {"mm_features": [Feature()]},
+    ]
+    for at, variant in enumerate(variants):
+        request = FakeRequest(f"a{at}", list(tokens), **variant)
+        shared = BLOCK if "mm_features" in variant else 0
+        engine.scheduler.arrived(request)  # type: ignore[arg-type]
+        assert engine.ask(request)[0] == shared, variant
+        engine.scheduler.finished(request.request_id)
+        engine.compute(FakeRequest(f"b{at}", list(tokens), **variant))
+        found, _, _ = engine.load(FakeRequest(f"c{at}", list(tokens), **variant))
+        assert found == 3 * BLOCK
+
+
+def test_after_a_reset_nothing_is_found_and_late_saves_are_not_kept(engine: FakeEngine) -> None:
+    request = FakeRequest("a", tokens_of(1, 5 * BLOCK))
+    engine.compute(request)
+    other = engine.scheduler._handles[0]
+    assert engine.scheduler.reset()
+    assert other.match(engine.chain(0, request)) == 0
+    again = FakeRequest("b", tokens_of(1, 5 * BLOCK))
+    engine.scheduler.arrived(again)  # type: ignore[arg-type]
+    assert engine.ask(again) == (0, False)
+    while engine.scheduler._is_resetting:
+        engine.step({})
+    engine.scheduler.finished("b")
+    engine.compute(FakeRequest("c", tokens_of(1, 5 * BLOCK)))
+    assert engine.load(FakeRequest("d", tokens_of(1, 5 * BLOCK)))[0] == 4 * BLOCK
+
+
+def test_without_a_daemon_everything_is_a_miss_at_once(tmp_path: Path) -> None:
+    settings = Settings(socket=str(tmp_path / "nobody"), lookup_seconds=5.0)
+    with FakeEngine(tmp_path / "nobody", settings=settings, attach=0.05) as engine:
+        request = FakeRequest("a", tokens_of(1, 5 * BLOCK))
+        engine.scheduler.arrived(request)  # type: ignore[arg-type]
+        assert engine.ask(request) == (0, False)
+        table = engine.ids(request.num_tokens)
+        engine.step({"a": request.num_tokens}, {"a": table}, {"a": request})
+        assert engine.worker.wait_idle(SECONDS_MAX)
+        assert engine.worker.counts.take()["refused_blocks"] == 5
+
+
+def test_what_finds_no_room_aside_is_counted_and_nothing_else(store: DaemonProcess) -> None:
+    settings = Settings(socket=str(store.socket), lookup_seconds=20.0, staging_bytes=20_000)
+    with FakeEngine(store.socket, lane(name="staging"), settings=settings) as engine:
+        engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
+        assert engine.worker.counts.take()["refused_blocks"] == 5
+        engine.compute(FakeRequest("b", tokens_of(2, 2 * BLOCK)))
+        assert engine.worker.counts.take()["saved_blocks"] == 2
