@@ -1,18 +1,13 @@
 """From a configuration to tiers and a store: what the daemon and the offline tools share.
 
-Primitives: `FileLock`, `remove_stale_socket`, `open_nvme`, `open_host`, `make_store`,
-`make_service`. Starts no task of its own.
+Primitives: `lock_data`, `open_nvme`, `open_host`, `make_store`, `make_service`. Starts no task of
+its own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import os
 import secrets
-import socket
-import stat
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -27,11 +22,11 @@ from kvstore.clock import Clock
 from kvstore.config import Config
 from kvstore.costs import Costs
 from kvstore.directory import DirectoryWriter, header_bytes
-from kvstore.errors import ConfigError
 from kvstore.lease import LeaseTable, ReservationTable
 from kvstore.mover import Mover
 from kvstore.namespaces import NamespaceTable
 from kvstore.nvme_room import NvmeRoom
+from kvstore.places import FileLock
 from kvstore.policies import make_policy
 from kvstore.policies.costs import BlockCosts
 from kvstore.policies.wear import WearPrice
@@ -47,66 +42,6 @@ from kvstore.tier.host import HostTier
 from kvstore.tier.nvme import NvmeTier
 from kvstore.writebehind import WriteBehind
 from kvstore.writes import WritePath
-
-PROBE_SECONDS_MAX = 1.0
-
-
-class FileLock:
-    """An exclusive kernel lock on a file that says who holds it; gone with the process."""
-
-    def __init__(self, path: Path, facts: dict[str, object]) -> None:
-        """Raises ConfigError naming the owner when another process holds it."""
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path = path
-        self._fd = self._lock()
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(facts).encode(), 0)
-
-    def _lock(self) -> int:
-        """A locked descriptor of the file that is at the path now: who ends removes it."""
-        while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(fd), os.stat(self._path)):
-                    return fd
-            except FileNotFoundError:
-                pass
-            except BlockingIOError:
-                owner = os.pread(fd, 4096, 0).decode(errors="replace").strip()
-                os.close(fd)
-                raise ConfigError(
-                    f"{self._path} is held by another daemon ({owner or 'starting'}); "
-                    "stop it, or choose another daemon.data_dir and daemon.socket"
-                ) from None
-            os.close(fd)
-
-    def close(self) -> None:
-        """Remove the file and end the lock."""
-        self._path.unlink(missing_ok=True)
-        os.close(self._fd)
-
-
-def remove_stale_socket(path: Path) -> None:
-    """A dead daemon's socket goes; raises ConfigError for anything else in its place.
-
-    The caller holds the lock beside it.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"daemon.socket={path} is there and no socket; choose another place")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(PROBE_SECONDS_MAX)
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
-                return
-            except OSError as error:
-                raise ConfigError(
-                    f"daemon.socket={path} is another program's ({error}); choose another place"
-                ) from error
-        raise ConfigError(f"daemon.socket={path}: another program listens; choose another place")
 
 
 def lock_data(config: Config) -> FileLock:

@@ -1,4 +1,4 @@
-"""The command line: `kvstore serve | stat | top | verify | clear | config`.
+"""The command line: `kvstore serve | stat | top | verify | clear | config`, and `cli_blocks`.
 
 Exit codes: 0 done, 1 `verify` found something, 2 refused (one line on standard error says what,
 where and the way out), 3 the daemon is away. Heavy imports (grpc, rich, the daemon) sit inside the
@@ -11,16 +11,15 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError
 
-from kvstore import logs
+from kvstore import cli_blocks, logs
+from kvstore.cli_options import DEFAULT_WHERE, Where
 from kvstore.config import Config
-from kvstore.config_load import load_with_sources
-from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, PeerGone
+from kvstore.errors import InvalidRequest, KVStoreError, PeerGone
 from kvstore.settings import as_toml
 from kvstore.types import FINGERPRINT_BYTES
 from kvstore.units import format_bytes
@@ -39,43 +38,6 @@ app = App(
     help_epilogue="Start with `kvstore serve`, look with `kvstore stat`. No configuration needed.",
     version=lambda: f"kvstore {VERSION}",
 )
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class Where:
-    """Options of every command: which configuration, and thereby which daemon."""
-
-    config: Annotated[Path | None, Parameter(alias="-c", env_var="KVSTORE_CONFIG")] = None
-    "TOML file with settings; `kvstore config --defaults` prints one."
-
-    set: Annotated[tuple[str, ...], Parameter(alias="-s", negative="", show_default=False)] = ()
-    "One setting as section.key=value, for example host.bytes=4GiB. May be repeated."
-
-    socket: str | None = None
-    "Unix socket of the daemon (daemon.socket)."
-
-    def load(
-        self, shorthands: Mapping[str, tuple[str, str | None]]
-    ) -> tuple[Config, dict[str, str]]:
-        """The effective configuration and its sources; `shorthands` maps key to (flag, value)."""
-        overrides: dict[str, str] = {}
-        for text in self.set:
-            key, equals, value = text.partition("=")
-            if not equals:
-                raise ConfigError(f"flag --set: {text!r} has no value; write section.key=value")
-            overrides[key.strip()] = value.strip()
-        flags: dict[str, str] = {}
-        for key, (flag, short) in {
-            **shorthands,
-            "daemon.socket": ("--socket", self.socket),
-        }.items():
-            if short is not None:
-                overrides[key], flags[key] = short, flag
-        return load_with_sources(self.config, os.environ, overrides, flags)
-
-
-DEFAULT_WHERE = Where()
 
 
 @app.command
@@ -339,6 +301,9 @@ def show_config(where: Where = DEFAULT_WHERE, *, show: bool = False, defaults: b
         raise InvalidRequest("config: --show and --defaults exclude each other; give one")
     print(as_toml() if defaults else as_toml(*where.load({})), end="")
     return 0
+
+
+cli_blocks.register(app)
 
 
 @contextmanager

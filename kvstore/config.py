@@ -20,32 +20,17 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvstore.config_fields import Section as _Section
+from kvstore.config_fields import count as _count
+from kvstore.config_fields import size as _size
+from kvstore.config_fields import text as _text
+from kvstore.config_fields import time as _time
+from kvstore.config_gateway import GatewayConfig, gateway_conflicts
 from kvstore.types import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvstore.units import GIB, KIB, MIB, format_bytes
 
-SIZE_BYTES_MAX = 1 << 50
 SOCKET_PATH_BYTES_MAX = 107
 """What the kernel's sockaddr_un holds, less its closing zero."""
-
-
-def _size(description: str, least: int = 0) -> Meta:
-    return Meta(description=description, ge=least, le=SIZE_BYTES_MAX, extra={"unit": "bytes"})
-
-
-def _time(description: str, most: float = 86400.0) -> Meta:
-    return Meta(description=description, gt=0.0, le=most, extra={"unit": "seconds"})
-
-
-def _count(description: str, least: int = 1, most: int = 1 << 31) -> Meta:
-    return Meta(description=description, ge=least, le=most)
-
-
-def _text(description: str, pattern: str | None = None) -> Meta:
-    return Meta(description=description, pattern=pattern)
-
-
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Common ground of all sections."""
 
 
 class DaemonConfig(_Section, frozen=True):
@@ -264,6 +249,7 @@ class Config(_Section, frozen=True):
     lease: LeaseConfig = LeaseConfig()
     limits: LimitsConfig = LimitsConfig()
     policy: PolicyConfig = PolicyConfig()
+    gateway: GatewayConfig = GatewayConfig()
 
     @property
     def arena_directory(self) -> Path:
@@ -323,6 +309,7 @@ def conflicts(config: Config) -> Iterator[tuple[str, str, str]]:
             f"the path has {len(socket)} bytes, a Unix socket takes {SOCKET_PATH_BYTES_MAX}",
             "choose a shorter path",
         )
+    yield from gateway_conflicts(config.gateway)
     if host.group and not _has_group(host.group):
         yield "host.group", "there is no such group", "create it, or leave it empty"
     if not Path(host.directory).is_absolute():

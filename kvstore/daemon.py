@@ -28,7 +28,6 @@ from grpc_reflection.v1alpha import reflection
 
 from kvstore.arena import Arena
 from kvstore.assembly import (
-    FileLock,
     Workers,
     lock_data,
     make_service,
@@ -36,12 +35,12 @@ from kvstore.assembly import (
     new_id,
     open_host,
     open_nvme,
-    remove_stale_socket,
 )
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import Config
 from kvstore.errors import InvariantViolated, KVStoreError
 from kvstore.logs import get_logger
+from kvstore.places import FileLock, remove_stale_socket
 from kvstore.recovery import Recovered, recover
 from kvstore.rpc import control_pb2, control_pb2_grpc
 from kvstore.rpc.server import ControlServicer

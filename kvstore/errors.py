@@ -13,6 +13,8 @@
      |   +- Draining
      |   +- Overloaded                   a stated limit was reached
      |   +- PeerGone                     the daemon is away, or lives a new life (boot id changed)
+     +- AccessDenied                     the gateway does not let this caller do that
+     |   +- Unauthenticated              no token or certificate, or an unknown one
      +- LeaseError
      |   +- LeaseExpired
      |   +- LeaseUnknown
@@ -81,6 +83,14 @@ class Overloaded(Unavailable):
 
 class PeerGone(Unavailable):
     """The daemon is away, or it is a new life of it that does not know this client."""
+
+
+class AccessDenied(KVStoreError):
+    """The caller is known, and may not do that."""
+
+
+class Unauthenticated(AccessDenied):
+    """The caller did not say who it is, or is not known."""
 
 
 class LeaseError(KVStoreError):

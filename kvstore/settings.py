@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from kvstore.config import SIZE_BYTES_MAX, Config
+from kvstore.config import Config
+from kvstore.config_fields import SIZE_BYTES_MAX
 from kvstore.units import format_bytes, format_seconds
 
 ENVIRONMENT_PREFIX = "KVSTORE_"

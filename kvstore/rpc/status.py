@@ -30,6 +30,8 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.PeerGone: grpc.StatusCode.UNAVAILABLE,
+    errors.AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.LeaseError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LeaseExpired: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LeaseUnknown: grpc.StatusCode.NOT_FOUND,
@@ -66,9 +68,19 @@ def trailing_metadata(error: KVStoreError) -> tuple[tuple[str, str], ...]:
 
 async def abort(context: Any, error: KVStoreError) -> NoReturn:
     """End a grpc.aio server call with `error`; never returns (the context raises)."""
-    details = str(error)[:_DETAIL_CHARACTERS_MAX]
-    await context.abort(code_of(error), details, trailing_metadata(error))
+    await context.abort(code_of(error), _details(error), trailing_metadata(error))
     raise InvariantViolated("context.abort returned")
+
+
+def abort_blocking(context: Any, error: KVStoreError) -> NoReturn:
+    """The same for a server on threads."""
+    context.set_trailing_metadata(trailing_metadata(error))
+    context.abort(code_of(error), _details(error))
+    raise InvariantViolated("context.abort returned")
+
+
+def _details(error: KVStoreError) -> str:
+    return str(error)[:_DETAIL_CHARACTERS_MAX]
 
 
 def from_rpc_error(error: grpc.RpcError) -> KVStoreError:

@@ -227,7 +227,7 @@ def test_a_directory_in_use_is_left_alone(life):
     harness = life[0]
     harness.stop()
     held = lock_data(harness.config)
-    with pytest.raises(ConfigError, match="held by another daemon"):
+    with pytest.raises(ConfigError, match="held by another process"):
         offline(harness, payloads=False, fix=False)
     held.close()
     assert offline(harness, payloads=False, fix=False) == []

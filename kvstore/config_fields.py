@@ -1,0 +1,35 @@
+"""How a setting is declared: the kinds of values there are, with limits and a description.
+
+Primitives: `size`, `time`, `count`, `text`, `Section`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Meta
+
+SIZE_BYTES_MAX = 1 << 50
+
+
+def size(description: str, least: int = 0) -> Meta:
+    """Bytes."""
+    return Meta(description=description, ge=least, le=SIZE_BYTES_MAX, extra={"unit": "bytes"})
+
+
+def time(description: str, most: float = 86400.0) -> Meta:
+    """Seconds."""
+    return Meta(description=description, gt=0.0, le=most, extra={"unit": "seconds"})
+
+
+def count(description: str, least: int = 1, most: int = 1 << 31) -> Meta:
+    """A whole number."""
+    return Meta(description=description, ge=least, le=most)
+
+
+def text(description: str, pattern: str | None = None) -> Meta:
+    """Any text, or what `pattern` allows."""
+    return Meta(description=description, pattern=pattern)
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Common ground of all sections."""
