@@ -21,7 +21,7 @@ from kvstore.catalog import Catalog
 from kvstore.clock import Clock
 from kvstore.config import Config
 from kvstore.costs import Costs
-from kvstore.directory import DirectoryWriter, header_bytes
+from kvstore.directory import DirectoryWriter, filter_counters, header_bytes
 from kvstore.lease import LeaseTable, ReservationTable
 from kvstore.mover import Mover
 from kvstore.namespaces import NamespaceTable
@@ -66,6 +66,7 @@ def open_nvme(config: Config, clock: Clock) -> NvmeTier:
 
 def open_host(config: Config, boot_id: int) -> HostTier:
     """The host tier with a fresh, empty directory. Raises ConfigError."""
+    counters = filter_counters(config.nvme.bytes_max if config.nvme.enabled else 0)
     host = config.host
     pool = SlabPool(
         host.bytes // host.slab_bytes,
@@ -80,7 +81,7 @@ def open_host(config: Config, boot_id: int) -> HostTier:
         config.arena_directory,
         bytes_total=host.bytes,
         region_bytes=host.region_bytes,
-        header_bytes=header_bytes(pool.slots_max, namespaces_max),
+        header_bytes=header_bytes(pool.slots_max, namespaces_max, counters),
         mode=0o660 if host.group else 0o600,
         gid=host.gid,
     )
@@ -89,6 +90,7 @@ def open_host(config: Config, boot_id: int) -> HostTier:
         slots=pool.slots_max,
         namespaces_max=namespaces_max,
         boot_id=boot_id,
+        counters=counters,
     )
     return HostTier(pool, arena, directory)
 
@@ -110,6 +112,10 @@ def make_store(
         host_slots=host.pool.slots_max if host is not None else 0,
         nvme_slots=nvme.slots_max if nvme is not None else 0,
     )
+    if host is not None:
+        catalog.on_nvme = lambda rows, change: host.directory.count_below(
+            catalog.fingerprints[rows], change
+        )
     namespaces = NamespaceTable(config.limits.namespaces_max)
     costs = Costs()
     block_costs = BlockCosts(catalog, costs, namespaces.block_tokens)

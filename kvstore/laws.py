@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore.errors import check
 from kvstore.slab import SlabPool, SlotState
-from kvstore.store import CONDEMNED, READY, Store
+from kvstore.store import ABSENT, CONDEMNED, READY, Store
 from kvstore.types import BoolArray, ByteArray, IntArray, ReplicaState, Tier
 
 _ROWS = 4096
@@ -67,7 +67,7 @@ def _slots_and_rows(store: Store) -> Iterator[None]:
 
 
 def _directory(store: Store) -> Iterator[None]:
-    """What clients find is what is READY, under its name."""
+    """What clients find is what is READY, under its name; what lies on NVMe is not denied."""
     if store.host is None:
         return
     directory, catalog = store.host.directory, store.catalog
@@ -77,6 +77,7 @@ def _directory(store: Store) -> Iterator[None]:
         window = slice(start, min(start + _DIRECTORY_ROWS, catalog.rows_end))
         rows = np.flatnonzero(_is_published(store, window)) + start
         directory.check_integrity(catalog.host_slot[rows], catalog.fingerprints[rows])
+        directory.check_below(catalog.fingerprints[window][catalog.nvme_state[window] != ABSENT])
         start += _DIRECTORY_ROWS
         if len(rows):
             yield

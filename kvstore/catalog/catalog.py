@@ -117,6 +117,8 @@ class Catalog:
         self._free_rows: list[int] = []
         self._end = 0
         self._changes = 0
+        self.on_nvme: Callable[[IntArray, int], None] = lambda rows, change: None
+        """Told of rows that are about to get (1) or just lost (-1) their NVMe replica."""
         self._host = Replicas(host_slots, capacity)
         self._nvme = Replicas(nvme_slots, capacity)
         self._family = Family(capacity)
@@ -250,7 +252,13 @@ class Catalog:
         generations: UIntArray | int | None = None,
     ) -> None:
         """The same for NVMe; `generations` when given."""
+        rows = np.atleast_1d(np.asarray(rows, np.int64))
+        is_held = self.nvme_state[rows] != _ABSENT
+        if state != ReplicaState.ABSENT:
+            self.on_nvme(rows[~is_held], 1)
         self._set(self._nvme, rows, state, slots)
+        if state == ReplicaState.ABSENT:
+            self.on_nvme(rows[is_held], -1)
         if generations is not None:
             self.nvme_generation[rows] = generations
 

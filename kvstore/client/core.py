@@ -30,7 +30,7 @@ from kvstore.client.keeper import Keeper
 from kvstore.client.lease import ReadLease, request_lease
 from kvstore.client.names import Names, stretch
 from kvstore.client.namespace import NamespaceHandle
-from kvstore.client.reasons import AWAY, CLOSED, reason_of
+from kvstore.client.reasons import ABSENT, AWAY, CLOSED, reason_of
 from kvstore.client.session import Session
 from kvstore.client.statistics import ClientStatistics
 from kvstore.config import default_socket
@@ -212,14 +212,12 @@ class KVClient:
             return ReadLease(self._session, self._keeper, None, reason=reason)
         limit = self._session.deadline_seconds if deadline_seconds is None else deadline_seconds
         try:
+            known = [self._session.declared(life, handle) for handle in handles]
+            asked = list(zip(handles, known, joined, strict=True))
+            if any(handle._is_nowhere(life, its, names) for handle, its, names in asked):
+                return ReadLease(self._session, self._keeper, None, reason=ABSENT)
             wanted = [
-                Wanted(
-                    handle.id,
-                    fingerprints,
-                    handle.layout,
-                    self._session.declared(life, handle).index,
-                )
-                for handle, fingerprints in zip(handles, joined, strict=True)
+                Wanted(handle.id, names, handle.layout, its.index) for handle, its, names in asked
             ]
             return request_lease(self._session, self._keeper, life, wanted, prompt_tokens, limit)
         except KVStoreError as error:

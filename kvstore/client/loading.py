@@ -71,12 +71,14 @@ class Loader:
         keeper: Keeper,
         threads: CopyThreads,
         layout: BlockLayout,
+        is_prefix_closed: bool,
         lease_for: Callable[[Order], ReadLease],
     ) -> None:
         self._session = session
         self._keeper = keeper
         self._threads = threads
         self._layout = layout
+        self._is_prefix_closed = is_prefix_closed
         self._lease_for = lease_for
 
     def load(self, order: Order) -> LoadResult:
@@ -106,6 +108,9 @@ class Loader:
         have = 0 if found is None else found.count
         if found is not None and have == wanted:
             return self._reported(order, self._copy_found(order, found))
+        if found is not None and self._ends_here(order, have):
+            self._keeper.missed(wanted - have)
+            return self._reported(order, self._copy_found(order, found, ABSENT))
         try:
             lease = self._lease_for(order)
         except KVStoreError as error:
@@ -136,6 +141,14 @@ class Loader:
             return None
         found = life.directory.lookup(order.declared.index, order.names)
         return found if (found.lengths == self._layout.block_bytes).all() else None
+
+    def _ends_here(self, order: Order, have: int) -> bool:
+        """Whether the chain cannot go on below the host tier: certain, and known without a call."""
+        if not self._is_prefix_closed:
+            return False
+        assert order.life.directory is not None  # `have` came from it
+        at = have * FINGERPRINT_BYTES
+        return not order.life.directory.may_be_below(order.names[at : at + FINGERPRINT_BYTES])
 
     def _copy_found(self, order: Order, found: Found, reason: str = "") -> LoadResult:
         life = order.life

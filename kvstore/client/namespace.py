@@ -30,7 +30,7 @@ from kvstore.client.lease import ReadLease, request_lease
 from kvstore.client.life import Declared, Life
 from kvstore.client.loading import Loader, LoadResult, Order
 from kvstore.client.names import FlatNames, Names, stretch
-from kvstore.client.reasons import AWAY, CLOSED, reason_of
+from kvstore.client.reasons import ABSENT, AWAY, CLOSED, reason_of
 from kvstore.client.reservation import SharedReservation, WriteReservation, reserve_named
 from kvstore.client.session import Session
 from kvstore.client.spare import SpareSlots
@@ -41,6 +41,7 @@ from kvstore.layout import BlockLayout
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc.wire import NO_OFFSET, unpack_u8
 from kvstore.types import (
+    FINGERPRINT_BYTES,
     BlockStatus,
     BoolArray,
     ByteArray,
@@ -95,7 +96,10 @@ class NamespaceHandle:
         self._session = session
         self._keeper = keeper
         self.spare = SpareSlots(session, namespace, self._declared, keeper.abort, time.monotonic)
-        self._loader = Loader(session, keeper, threads, layout, self._lease_for)
+        self._is_prefix_closed = kind is NamespaceKind.CHAINED and not window_tokens
+        self._loader = Loader(
+            session, keeper, threads, layout, self._is_prefix_closed, self._lease_for
+        )
         self._storer = Storer(session, keeper, committer, self.spare, namespace, layout)
 
     def request(self, client: int) -> pb.DeclareRequest:
@@ -182,10 +186,23 @@ class NamespaceHandle:
         if isinstance(attached, str):
             return ReadLease(self._session, self._keeper, None, reason=attached)
         life, declared = attached
+        if self._is_nowhere(life, declared, joined):
+            self._keeper.missed(len(names))
+            return ReadLease(self._session, self._keeper, None, reason=ABSENT)
         try:
             return self._request_lease(life, declared, joined, deadline_seconds)
         except KVStoreError as error:
             return ReadLease(self._session, self._keeper, None, reason=reason_of(error))
+
+    def _is_nowhere(self, life: Life, declared: Declared, joined: bytes) -> bool:
+        """Whether no tier can hold a prefix of these names: certain, and known without a call."""
+        if not (self._is_prefix_closed and life.reads_directory):
+            return False
+        assert life.directory is not None  # it is read
+        first = joined[:FINGERPRINT_BYTES]
+        if not first or life.directory.may_be_below(first):
+            return False
+        return life.directory.lookup(declared.index, first).count == 0
 
     def _request_lease(
         self,

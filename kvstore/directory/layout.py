@@ -16,10 +16,10 @@ from kvstore.types import FINGERPRINT_BYTES, PAGE_BYTES, ByteArray, UIntArray
 STORE_ORDER_TRUSTED = platform.machine().lower() in ("x86_64", "amd64")
 """Whether this processor keeps stores in order; where it does not, readers need leases."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC = b"KVARENA\0"
-PAGE_0 = struct.Struct("<8sIIQQQQ")
-"""magic, format version, 0, boot id, slots, buckets, namespaces_max"""
+PAGE_0 = struct.Struct("<8sIIQQQQQ")
+"""magic, format version, 0, boot id, slots, buckets, namespaces_max, filter counters"""
 BOOT_WORD = 2
 """Place of the boot id among page 0's 64-bit words."""
 NAME_WORDS = FINGERPRINT_BYTES // 8
@@ -40,9 +40,9 @@ _NAME = np.dtype((np.uint64, NAME_WORDS))
 _ALIGN_BYTES = 64
 
 
-def header_bytes(slots: int, namespaces_max: int) -> int:
-    """Bytes of the header for `slots` slots; a multiple of 4096."""
-    return align_up(_starts(slots, namespaces_max)[-1], PAGE_BYTES)
+def header_bytes(slots: int, namespaces_max: int, counters: int = 0) -> int:
+    """Bytes of the header for `slots` slots and a filter of `counters`; a multiple of 4096."""
+    return align_up(_starts(slots, namespaces_max, counters)[-1], PAGE_BYTES)
 
 
 def buckets_for(slots: int) -> int:
@@ -50,10 +50,10 @@ def buckets_for(slots: int) -> int:
     return 1 << (max(2 * slots // BUCKET, 1) - 1).bit_length()
 
 
-def _starts(slots: int, namespaces_max: int) -> list[int]:
-    """Where spaces, generations, records and buckets start, and where the last of them ends."""
+def _starts(slots: int, namespaces_max: int, counters: int) -> list[int]:
+    """Where spaces, generations, records, buckets and filter start, and where the last one ends."""
     rows = slots + 1
-    sizes = (namespaces_max, rows, rows * RECORD_WORDS, buckets_for(slots) * BUCKET)
+    sizes = (namespaces_max, rows, rows * RECORD_WORDS, buckets_for(slots) * BUCKET, counters // 8)
     starts = [PAGE_BYTES]
     for words in sizes:
         starts.append(align_up(starts[-1] + words * 8, _ALIGN_BYTES))
@@ -63,8 +63,9 @@ def _starts(slots: int, namespaces_max: int) -> list[int]:
 class Columns:
     """Typed views of one header, shared by both sides. Bytes of `header` stay someone else's."""
 
-    def __init__(self, header: ByteArray, slots: int, namespaces_max: int) -> None:
-        spaces, generations, records, buckets, end = _starts(slots, namespaces_max)
+    def __init__(self, header: ByteArray, slots: int, namespaces_max: int, counters: int) -> None:
+        starts = _starts(slots, namespaces_max, counters)
+        spaces, generations, records, buckets, below, end = starts
         rows = slots + 1
         self.slots = slots
         self.namespaces_max = namespaces_max
@@ -75,9 +76,11 @@ class Columns:
         self.generations: UIntArray = header[generations : generations + rows * 8].view(U64)
         words = header[records : records + rows * RECORD_WORDS * 8].view(U64)
         self.records: UIntArray = words.reshape(rows, RECORD_WORDS)
-        halves = header[buckets:end].view(U32)
+        halves = header[buckets:below].view(U32)
         self.buckets: NDArray[np.uint32] = halves.reshape(-1, BUCKET_WORDS)
         """Eight upper halves of tags, then their eight slots."""
+        self.below: ByteArray = header[below:end][:counters]
+        """Counters of the filter of names below the host tier."""
         # memoryviews: scalar access at a third of numpy's price, still one load or store each
         self.page_words = header[:PAGE_BYTES].view(U64).data
         self.record_words = words.data

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.directory.below import may_be_below
 from kvstore.directory.layout import (
     BOOT_WORD,
     BUCKET,
@@ -86,7 +87,7 @@ class DirectoryReader:
 
     def __init__(self, header: ByteArray) -> None:
         fields = PAGE_0.unpack_from(header.data)
-        magic, version, _, boot_id, slots, buckets, namespaces_max = fields
+        magic, version, _, boot_id, slots, buckets, namespaces_max, counters = fields
         if magic == bytes(len(MAGIC)) or boot_id == 0:
             raise PeerGone("directory: the header names no living daemon; attach again later")
         if magic != MAGIC or version != FORMAT_VERSION:
@@ -98,13 +99,14 @@ class DirectoryReader:
             not 0 < slots < SLOTS_MAX
             or not 0 < namespaces_max < SLOTS_MAX
             or buckets != buckets_for(slots)
-            or header_bytes(slots, namespaces_max) > len(header)
+            or counters & (counters - 1)
+            or header_bytes(slots, namespaces_max, counters) > len(header)
         ):
             raise VersionMismatch(
                 f"directory: {slots} slots, {buckets} buckets, {namespaces_max} namespaces do not"
                 f" fit a header of {len(header)} bytes; daemon and client disagree on its layout"
             )
-        self._columns = Columns(header, slots, namespaces_max)
+        self._columns = Columns(header, slots, namespaces_max, counters)
         self._mask = np.array(self._columns.mask, U64)
         self._places = np.arange(BUCKET, 1024 * BUCKET_WORDS, BUCKET_WORDS)
 
@@ -163,6 +165,10 @@ class DirectoryReader:
         self._retry(others, read, wanted, space)
         mask, slots, generations, records = read
         return FoundEach(mask, slots, generations, records[:, OFFSET], records[:, LENGTH])
+
+    def may_be_below(self, fingerprint: bytes) -> bool:
+        """Whether the daemon may hold this block below the host tier; False is certain."""
+        return may_be_below(self._columns.below, fingerprint)
 
     def still_valid(self, boot_id: int, slots: IntArray, generations: UIntArray) -> bool:
         """Whether all `slots` kept `generations` in the life `boot_id`: ask after the last copy."""

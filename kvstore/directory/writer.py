@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvstore.directory.below import count_below, counts_of
 from kvstore.directory.layout import (
     BOOT_WORD,
     BUCKET,
@@ -40,23 +41,33 @@ class DirectoryWriter:
     table; every retract and every publish moves it forward.
     """
 
-    def __init__(self, header: ByteArray, *, slots: int, namespaces_max: int, boot_id: int) -> None:
-        """Initialise the whole header: nothing readable, clear counts 0, boot word last."""
-        needed = header_bytes(slots, namespaces_max)
+    def __init__(
+        self,
+        header: ByteArray,
+        *,
+        slots: int,
+        namespaces_max: int,
+        boot_id: int,
+        counters: int = 0,
+    ) -> None:
+        """Initialise the whole header: nothing readable, clear counts 0, boot word last.
+
+        `counters`: size of the filter of names below, see `filter_counters`; 0: none.
+        """
+        needed = header_bytes(slots, namespaces_max, counters)
         check(0 < slots < SLOTS_MAX, "a directory has slots", slots=slots)
         check(0 < namespaces_max < SLOTS_MAX, "and namespaces", namespaces_max=namespaces_max)
         check(0 < boot_id < 1 << 64, "a boot id is a positive u64", boot_id=boot_id)
         check(len(header) >= needed, "the header is whole", has=len(header), needs=needed)
-        self._columns = columns = Columns(header, slots, namespaces_max)
+        self._columns = columns = Columns(header, slots, namespaces_max, counters)
         header[:PAGE_BYTES] = 0
         columns.spaces[:] = np.arange(namespaces_max, dtype=U64) << HALF
         columns.generations[:] = 1
         columns.buckets[:, :BUCKET] = 0
         columns.buckets[:, BUCKET:] = EMPTY
-        buckets = columns.mask + 1
-        PAGE_0.pack_into(
-            header.data, 0, MAGIC, FORMAT_VERSION, 0, 0, slots, buckets, namespaces_max
-        )
+        columns.below[:] = 0
+        sizes = (slots, columns.mask + 1, namespaces_max, counters)
+        PAGE_0.pack_into(header.data, 0, MAGIC, FORMAT_VERSION, 0, 0, *sizes)
         columns.page_words[BOOT_WORD] = boot_id
         self.boot_id = boot_id
         self.slots = slots
@@ -70,6 +81,11 @@ class DirectoryWriter:
     def set_clear_count(self, namespace: int, count: int) -> None:
         """From now on only blocks published with `count` are found in namespace `namespace`."""
         self._columns.spaces[namespace] = namespace << 32 | count
+
+    def count_below(self, fingerprints: ByteArray, change: int) -> None:
+        """Names, uint8[n, 32], that come below the host tier (1; before they can be read there) or
+        left it (-1)."""
+        count_below(self._columns.below, fingerprints, change)
 
     def generations(self, slots: IntArray) -> UIntArray:
         """Generations now: even = READY. A filling slot becomes READY at its generation + 1."""
@@ -185,6 +201,11 @@ class DirectoryWriter:
         check(not other.any(), "a READY block's record has its name", slots=slots[other].tolist())
         for slot, tag in zip(slots.tolist(), names[:, 0].tolist(), strict=True):
             check(slot in columns.candidates(tag), "a READY block is found", slot=slot)
+
+    def check_below(self, fingerprints: ByteArray) -> None:
+        """Raise InvariantViolated if a reader would be told that one of these is not below."""
+        counts = counts_of(self._columns.below, fingerprints)
+        check(bool(counts.all()), "a block below is not denied")
 
     def check_table(self) -> Iterator[None]:
         """Raise InvariantViolated unless every entry names a READY slot of that tag.

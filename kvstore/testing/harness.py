@@ -28,7 +28,7 @@ import numpy as np
 from kvstore.assembly import Workers, make_service, make_store
 from kvstore.blockio import DirectIO, page_aligned
 from kvstore.config import Config
-from kvstore.directory import DirectoryWriter, header_bytes
+from kvstore.directory import DirectoryWriter, filter_counters, header_bytes
 from kvstore.errors import DataError, TierError, check
 from kvstore.fingerprint import Chain, Content, Tokens, chain
 from kvstore.laws import check_integrity
@@ -181,12 +181,15 @@ class Harness:
             staging_slots_min=host.staging_slots_min,
         )
         namespaces_max = self.config.limits.namespaces_max
-        self.arena = MemoryArena(host.bytes, header_bytes(pool.slots_max, namespaces_max))
+        counters = filter_counters(self.config.nvme.bytes_max if self.config.nvme.enabled else 0)
+        sizes = (pool.slots_max, namespaces_max, counters)
+        self.arena = MemoryArena(host.bytes, header_bytes(*sizes))
         directory = DirectoryWriter(
             self.arena.header_memory,
             slots=pool.slots_max,
             namespaces_max=namespaces_max,
             boot_id=next(self._ids),
+            counters=counters,
         )
         return HostTier(pool, self.arena, directory)
 

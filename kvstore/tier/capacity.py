@@ -28,7 +28,7 @@ from kvstore.types import IntArray
 
 SEGMENTS = "segments"
 """Subdirectory of the data directory that holds the segment files."""
-GROW_AGAIN_SECONDS = 30.0
+GROW_AGAIN_SECONDS = 10.0
 """After the file system refused space it said it had: no growth for so long."""
 
 

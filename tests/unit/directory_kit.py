@@ -17,10 +17,14 @@ BOOT_ID = 77
 class Directory:
     """Both sides over one header in private memory."""
 
-    def __init__(self, slots: int = SLOTS) -> None:
-        self.header = np.zeros(header_bytes(slots, NAMESPACES), np.uint8)
+    def __init__(self, slots: int = SLOTS, counters: int = 0) -> None:
+        self.header = np.full(header_bytes(slots, NAMESPACES, counters), 7, np.uint8)
         self.writer = DirectoryWriter(
-            self.header, slots=slots, namespaces_max=NAMESPACES, boot_id=BOOT_ID
+            self.header,
+            slots=slots,
+            namespaces_max=NAMESPACES,
+            boot_id=BOOT_ID,
+            counters=counters,
         )
         readable = self.header[:]
         readable.flags.writeable = False

@@ -41,6 +41,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
         region_bytes: int = REGION_BYTES,
         read_seconds: float = 10.0,
         write_seconds: float = 30.0,
+        counters: int = 0,
     ) -> None:
         self.socket = str(directory / "s.sock")
         self.slot_bytes, self.slots, self.region_bytes = slot_bytes, slots, region_bytes
@@ -50,11 +51,15 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
             directory / "arena",
             bytes_total=region_bytes,
             region_bytes=region_bytes,
-            header_bytes=header_bytes(slots, 16),
+            header_bytes=header_bytes(slots, 16, counters),
         )
         self.arena_dir = str(directory / "arena")
         self.directory = DirectoryWriter(
-            self.arena.header.array, slots=slots, namespaces_max=16, boot_id=self.boot_id
+            self.arena.header.array,
+            slots=slots,
+            namespaces_max=16,
+            boot_id=self.boot_id,
+            counters=counters,
         )
         self.free = list(range(slots))
         self.ready: dict[bytes, int] = {}

@@ -217,6 +217,46 @@ def test_blocks_stored_nowhere_end_the_prefix(make_fake: Make, make_client: Make
     assert not fake.called("Load")
 
 
+@pytest.mark.parametrize("in_host", [0, 3])
+def test_a_miss_costs_no_call(make_fake: Make, make_client: Make, in_host: int) -> None:
+    """The filter in the header says that nothing more is below; the daemon is told later."""
+    fake, client = make_fake(counters=4096), make_client()
+    space = open_space(client)
+    chain, blocks = chain_of(space, 5), coloured(5)
+    fill(fake, space, chain, blocks[:in_host], in_host)
+    into = np.zeros_like(blocks)
+    result = space.load(chain, into)
+    assert (result.blocks, result.reason) == (in_host, "absent")
+    assert (into[:in_host] == blocks[:in_host]).all()
+    assert not calls_of(fake)
+    eventually(lambda: sum(r.missed_blocks for r in fake.called("Report")) == 5 - in_host)
+
+
+def test_a_lease_over_nothing_costs_no_call(make_fake: Make, make_client: Make) -> None:
+    fake, client = make_fake(counters=4096), make_client()
+    space = open_space(client)
+    window = client.namespace(NamespaceId(b"w" * 32), LAYOUT, window_tokens=64)
+    chain = chain_of(space, 3)
+    assert space.lease(chain).reason == "absent"
+    assert client.match_groups([chain, chain_of(window, 3)]).reason == "absent"
+    assert not calls_of(fake)
+    window.lease(chain_of(window, 3))
+    assert calls_of(fake) == {"Match"}, "a window may begin behind blocks that nobody has"
+
+
+def test_what_may_be_below_is_asked_for(make_fake: Make, make_client: Make) -> None:
+    fake, client = make_fake(counters=4096), make_client()
+    space = open_space(client)
+    chain, blocks = chain_of(space, 4), coloured(4)
+    fill(fake, space, chain, blocks, 2)
+    names = np.frombuffer(b"".join(chain[at] for at in (2, 3)), np.uint8).reshape(2, 32)
+    fake.directory.count_below(names, 1)
+    into = np.zeros_like(blocks)
+    result = space.load(chain, into)
+    assert (result.blocks, result.from_host, result.from_nvme) == (4, 2, 2)
+    assert (into == blocks).all()
+
+
 def test_a_failed_block_ends_the_prefix(make_fake: Make, make_client: Make) -> None:
     fake, client = make_fake(), make_client()
     space = open_space(client)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from directory_kit import BOOT_ID, NAMESPACES, SLOTS, Directory, as_array, name, random_names
 
-from kvstore.directory import DirectoryReader, DirectoryWriter
+from kvstore.directory import DirectoryReader, DirectoryWriter, filter_counters
 from kvstore.directory.layout import BUCKET, EMPTY, PAGE_0
 from kvstore.errors import InvalidRequest, InvariantViolated, PeerGone, VersionMismatch
 
@@ -263,18 +263,20 @@ def test_a_header_of_nobody_is_no_life() -> None:
         DirectoryReader(np.zeros(1 << 16, np.uint8))
 
 
-RIGHT = (b"KVARENA\0", 1, 0, BOOT_ID, SLOTS, 16, NAMESPACES)
+RIGHT = (b"KVARENA\0", 2, 0, BOOT_ID, SLOTS, 16, NAMESPACES, 0)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         pytest.param((b"KVSTORE\0", *RIGHT[1:]), id="magic"),
-        pytest.param((RIGHT[0], 2, *RIGHT[2:]), id="version"),
-        pytest.param((*RIGHT[:4], 0, 1, NAMESPACES), id="no slots"),
-        pytest.param((*RIGHT[:4], 1 << 20, 1 << 18, NAMESPACES), id="more slots than bytes"),
+        pytest.param((RIGHT[0], 1, *RIGHT[2:]), id="version"),
+        pytest.param((*RIGHT[:4], 0, 1, NAMESPACES, 0), id="no slots"),
+        pytest.param((*RIGHT[:4], 1 << 20, 1 << 18, NAMESPACES, 0), id="more slots than bytes"),
         pytest.param((*RIGHT[:5], 32, *RIGHT[6:]), id="other buckets"),
-        pytest.param((*RIGHT[:6], 0), id="no namespaces"),
+        pytest.param((*RIGHT[:6], 0, 0), id="no namespaces"),
+        pytest.param((*RIGHT[:7], 1 << 20), id="more counters than bytes"),
+        pytest.param((*RIGHT[:7], 24), id="counters are no power of two"),
     ],
 )
 def test_another_format_is_refused(directory: Directory, fields: tuple[object, ...]) -> None:
@@ -282,3 +284,55 @@ def test_another_format_is_refused(directory: Directory, fields: tuple[object, .
     PAGE_0.pack_into(directory.header.data, 0, *fields)
     with pytest.raises(VersionMismatch, match="client"):
         DirectoryReader(directory.header)
+
+
+# -------------------------------------------------------------------- what is below
+
+
+def test_without_a_filter_anything_may_be_below(directory: Directory) -> None:
+    assert directory.reader.may_be_below(name(1))
+
+
+@pytest.mark.parametrize("counters", [64, 4096])
+def test_what_is_below_is_never_denied(counters: int) -> None:
+    """However full: names come and go in batches, some twice (written again before they leave)."""
+    directory = Directory(counters=counters)
+    rng = np.random.default_rng(counters)
+    names = random_names(300)
+    below: list[bytes] = []
+    for _ in range(60):
+        coming = [names[at] for at in rng.integers(len(names), size=20)]
+        directory.writer.count_below(as_array(coming), 1)
+        below += coming
+        rng.shuffle(below)
+        leaving, below = below[:15], below[15:]
+        directory.writer.count_below(as_array(leaving), -1)
+        assert all(directory.reader.may_be_below(name) for name in below)
+        directory.writer.check_below(as_array(below))
+
+
+def test_what_left_is_denied_again() -> None:
+    directory = Directory(counters=4096)
+    names = random_names(50)
+    assert not any(directory.reader.may_be_below(name) for name in names)
+    directory.writer.count_below(as_array(names), 1)
+    assert all(directory.reader.may_be_below(name) for name in names)
+    directory.writer.count_below(as_array(names), -1)
+    assert not any(directory.reader.may_be_below(name) for name in names)
+    with pytest.raises(InvariantViolated, match="below"):
+        directory.writer.check_below(as_array(names[:1]))
+
+
+def test_a_counter_at_its_end_stays_there() -> None:
+    directory = Directory(counters=64)
+    same = as_array([name(1)] * 100)
+    for change in [1] * 4 + [-1] * 4:
+        directory.writer.count_below(same, change)
+    assert directory.reader.may_be_below(name(1)), "unknown from here on, never denied"
+
+
+@pytest.mark.parametrize(
+    ("bytes_below", "counters"), [(0, 1 << 16), (64 << 30, 1 << 19), (1 << 50, 1 << 24)]
+)
+def test_the_filter_follows_the_tiers_size(bytes_below: int, counters: int) -> None:
+    assert filter_counters(bytes_below) == counters
