@@ -119,6 +119,7 @@ def make_store(
     namespaces = NamespaceTable(config.limits.namespaces_max)
     costs = Costs()
     block_costs = BlockCosts(catalog, costs, namespaces.block_tokens)
+    wear = WearPrice(config.policy.write_bytes_per_second(config.nvme.bytes_max))
     return Store(
         config=config,
         catalog=catalog,
@@ -133,7 +134,7 @@ def make_store(
         ),
         namespaces=namespaces,
         costs=costs,
-        policy=make_policy(config.policy.name, catalog, block_costs, WearPrice(0.0)),
+        policy=make_policy(config.policy.name, catalog, block_costs, wear),
         host=host,
         nvme=nvme,
     )

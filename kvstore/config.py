@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from kvstore.config_fields import Section as _Section
 from kvstore.config_fields import count as _count
+from kvstore.config_fields import number as _number
 from kvstore.config_fields import size as _size
 from kvstore.config_fields import text as _text
 from kvstore.config_fields import time as _time
@@ -29,6 +30,7 @@ from kvstore.config_gateway import GatewayConfig, gateway_conflicts
 from kvstore.types import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvstore.units import GIB, KIB, MIB, format_bytes
 
+DAY_SECONDS = 86400.0
 SOCKET_PATH_BYTES_MAX = 107
 """What the kernel's sockaddr_un holds, less its closing zero."""
 
@@ -238,6 +240,22 @@ class PolicyConfig(_Section, frozen=True):
             "lru: the least recently used leaf goes first; lfu, arc, s3fifo: for comparison."
         ),
     ] = "lru"
+    drive_writes_per_day: Annotated[
+        float,
+        _number(
+            "How often nvme.bytes_max may be written in a day; makes the value policy choosier "
+            "about what it writes. 0: no budget.",
+            1000.0,
+        ),
+    ] = 0.0
+    write_bytes_per_day: Annotated[
+        int, _size("The same in bytes; the smaller of the two counts. 0: no budget.")
+    ] = 0
+
+    def write_bytes_per_second(self, nvme_bytes: int) -> float:
+        """What both budgets come to; 0: none."""
+        budgets = (self.drive_writes_per_day * nvme_bytes, float(self.write_bytes_per_day))
+        return min((budget for budget in budgets if budget), default=0.0) / DAY_SECONDS
 
 
 class Config(_Section, frozen=True):

@@ -1,6 +1,6 @@
 """How a setting is declared: the kinds of values there are, with limits and a description.
 
-Primitives: `size`, `time`, `count`, `text`, `Section`.
+Primitives: `size`, `time`, `count`, `number`, `text`, `Section`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def time(description: str, most: float = 86400.0) -> Meta:
 def count(description: str, least: int = 1, most: int = 1 << 31) -> Meta:
     """A whole number."""
     return Meta(description=description, ge=least, le=most)
+
+
+def number(description: str, most: float) -> Meta:
+    """Any number from 0."""
+    return Meta(description=description, ge=0.0, le=most)
 
 
 def text(description: str, pattern: str | None = None) -> Meta:

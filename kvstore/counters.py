@@ -24,7 +24,7 @@ DROP_REASONS = (
 )
 PREFETCH_OUTCOMES = ("accepted", "refused", "begun", "dropped")
 STORE_OUTCOMES = ("stored", "present", "no_room", "no_parent", "dropped", "refused")
-WRITE_SKIPS = ("queue_full", "write_budget", "no_room", "no_parent", "policy", "io", "gone")
+WRITE_SKIPS = ("queue_full", "write_budget", "no_room", "no_parent", "policy", "wear", "io", "gone")
 
 
 class Counters:

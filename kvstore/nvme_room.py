@@ -23,7 +23,6 @@ from kvstore.store import ABSENT, NO_ROWS, Store
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import IntArray, ReplicaState, Tier
 
-EVICT_BATCH_MIN = 16
 RETRY_SECONDS = 1.0
 HOUR_SECONDS = 3600.0
 
@@ -121,7 +120,7 @@ class NvmeRoom:
         if not len(held) or len(self._undeleted):
             return 0
         now = self._now()
-        victims = self._picker.pick(held, Tier.NVME, max(count, EVICT_BATCH_MIN), now)
+        victims = self._picker.choose(held, Tier.NVME, count, now)
         if len(victims):
             self._store.counters.add("dropped_blocks:evicted", len(victims))
             self._store.catalog.set_nvme(victims, ReplicaState.DRAINING)

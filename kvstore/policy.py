@@ -32,6 +32,8 @@ _SAMPLES_A_VICTIM = 32
 _SAMPLES_MAX = 8192
 _KNOWN_A_VICTIM = 4
 """Candidates a victim is chosen from at least, where there are as many."""
+_CHAINS = 16
+"""Leaves whose ancestors are looked at too, and one more for each so many victims."""
 _SPARE = 256
 _FOLLOWERS = 64
 _PATIENCE = 16
@@ -193,6 +195,46 @@ class VictimPicker:
         self._follow(pool, tier, chosen)
         pool.credit = min(_CREDIT_MAX, pool.credit + _SCAN_ROWS_A_VICTIM * chosen.size)
         return chosen
+
+    def choose(self, held: IntArray, tier: Tier, count: int, now: float) -> IntArray:
+        """Up to `count` rows to evict together: the lowest leaves of `pick`, and ancestors that are
+        leaves once those are gone. Children come before their parents.
+        """
+        leaves = self.pick(held, tier, min(count, _CHAINS + count // _CHAINS), now)
+        if count <= 1 or not leaves.size:
+            return leaves
+        chains: list[list[int]] = []
+        known = set(leaves.tolist())
+        left = 2 * count
+        for leaf in leaves.tolist():
+            chains.append(self._chain_from(leaf, tier, min(count, left), known))
+            left = max(1, left - len(chains[-1]))
+        rows = np.array([row for chain in chains for row in chain], np.int64)
+        scores = self._policy.scores(rows, tier, now)
+        # An ancestor is worth at least its best child.
+        start = 0
+        for chain in chains:
+            run = scores[start : start + len(chain)]
+            if run.size > 1:
+                np.maximum.accumulate(run, out=run)
+            start += len(chain)
+        chosen = rows[scores.argsort(kind="stable")[:count]]
+        self._follow(self._pool_of(held, tier), tier, chosen)
+        return chosen
+
+    def _chain_from(self, leaf: int, tier: Tier, most: int, known: set[int]) -> list[int]:
+        """`leaf` and the ancestors that nothing but the one before keeps in place."""
+        catalog, replicas = self._catalog, self._catalog.replicas(tier)
+        chain = [leaf]
+        row = int(catalog.parent[leaf])
+        while row >= 0 and len(chain) < most and replicas.children[row] == 1 and row not in known:
+            if replicas.state[row] != _READY or catalog.leases[row] or catalog.pins[row]:
+                break
+            if tier == Tier.NVME and catalog.host_children[row] and not catalog.host_state[row]:
+                break
+            chain.append(row)
+            row = int(catalog.parent[row])
+        return chain
 
     def _pool_of(self, held: IntArray, tier: Tier) -> _Pool:
         """What is known of this size. Its slabs are its own, so the first slot names it."""

@@ -15,8 +15,6 @@ from kvstore.policy import VictimPicker
 from kvstore.store import READY, Store
 from kvstore.types import IntArray, Tier
 
-EVICT_BATCH_MIN = 16
-"""Victims a pass: one pass costs a sampling, whatever it finds."""
 EMPTY_ROWS_MAX = 128
 """Blocks of a given-up slab that leave in one step."""
 LOOK_ROWS_MAX = 8192
@@ -50,7 +48,7 @@ class Room:
         while len(slots) < count:
             missing = count - len(slots)
             if not self.take_slab_for(slot_bytes, now) and not (
-                self.evict(slot_bytes, max(missing, EVICT_BATCH_MIN), now)
+                self.evict(slot_bytes, missing, now)
             ):
                 break
             slots += host.take(slot_bytes, missing)
@@ -64,7 +62,7 @@ class Room:
         held = store.host_tier.pool.slots_of_class(slot_bytes)
         if not len(held):
             return 0
-        victims = self._picker.pick(held, Tier.HOST, count, now)
+        victims = self._picker.choose(held, Tier.HOST, count, now)
         store.drop_host(victims, "evicted", now)
         return len(victims)
 

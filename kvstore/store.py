@@ -70,6 +70,8 @@ class Store:
     counters: Counters = field(default_factory=Counters)
     on_ready: Callable[[IntArray], None] = lambda rows: None
     """Told of rows that became READY in the host tier (write-behind listens)."""
+    on_used: Callable[[IntArray], None] = lambda rows: None
+    """Told of rows that were used (write-behind looks again at those without a copy)."""
     on_nvme_lost: Callable[[IntArray], None] = lambda rows: None
     """Told of rows whose NVMe replica must go (its record is deleted, then its slot is free)."""
     waiting: dict[int, list[int]] = field(default_factory=dict)
@@ -220,7 +222,7 @@ class Store:
 
     def apply_touches(self, now: float) -> None:
         """Let the policy see the uses that wait; called after replies went out."""
-        self.uses.apply(self.policy, now)
+        self.uses.apply(self.policy, now, self.on_used)
 
     # ------------------------------------------------------------------ visibility
 
@@ -280,7 +282,7 @@ class Store:
                 lengths=columns.length[own],
             )
         columns.set_host(rows, ReplicaState.READY)
-        self.uses.stored(self.policy, rows, now)
+        self.uses.stored(self.policy, rows, columns.depth[rows].astype(np.int64), now)
         self.on_ready(rows)
 
     @property

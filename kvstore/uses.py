@@ -9,21 +9,21 @@ READY. Runs on the daemon's loop; reads no clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstore.arrays import distinct
-from kvstore.policy import UNKNOWN_REQUEST, Policy, RequestShape
+from kvstore.hints import HINT_CLASSES
+from kvstore.policy import Policy, RequestShape
 from kvstore.types import ByteArray, IntArray
-
-HINT_CLASSES = 16
-"""Class numbers are smaller; larger ones count as the last."""
 
 
 class TokenHint(NamedTuple):
-    """Tokens [start, end) of a request belong to this class; `end` 0 is the end."""
+    """Tokens [start, end) of a request belong to this class; `end` 0 is the end. Class numbers too
+    large count as the last.
+    """
 
     hint_class: int
     start_tokens: int
@@ -53,26 +53,26 @@ class Uses:
         for chosen, hint in _by_class(rows, classes):
             self._waiting.append((chosen, RequestShape(asked_blocks, len(rows), hint)))
 
-    def apply(self, policy: Policy, now: float) -> None:
-        """Tell it all."""
+    def apply(self, policy: Policy, now: float, told: Callable[[IntArray], None]) -> None:
+        """Tell it all; then `told` is."""
         while self._waiting:
             rows, shape = self._waiting.popleft()
             policy.touched(rows, now, shape)
+            told(rows)
 
     def will_store(self, rows: IntArray, classes: ByteArray) -> None:
         """Hints on rows that become READY later, or never."""
         hinted = classes > 0
         self._stored.update(zip(rows[hinted].tolist(), classes[hinted].tolist(), strict=True))
 
-    def stored(self, policy: Policy, rows: IntArray, now: float) -> None:
-        """`rows` became READY."""
-        if not self._stored:
-            policy.inserted(rows, now)
-            return
-        found = [self._stored.pop(row, 0) for row in rows.tolist()]
-        for chosen, hint in _by_class(rows, np.array(found, np.uint8)):
-            shape = RequestShape(hint=hint) if hint else UNKNOWN_REQUEST
-            policy.inserted(chosen, now, shape)
+    def stored(self, policy: Policy, rows: IntArray, depths: IntArray, now: float) -> None:
+        """`rows` became READY. What is new follows what was found: depths show the request."""
+        found, asked = int(depths.min()), int(depths.max()) + 1
+        classes = None
+        if self._stored:
+            classes = np.array([self._stored.pop(row, 0) for row in rows.tolist()], np.uint8)
+        for chosen, hint in _by_class(rows, classes):
+            policy.inserted(chosen, now, RequestShape(asked, found, hint))
 
     def dropped(self, row: int) -> None:
         """It will never be READY."""

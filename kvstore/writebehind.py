@@ -85,7 +85,7 @@ class WriteBehind:
         self._drained = asyncio.Event()
         self._budget = WriteBudget(store.config.nvme.write_bytes_per_hour_max, clock())
         self._log = get_logger("writebehind")
-        store.on_ready = self.enqueue
+        store.on_ready = store.on_used = self.enqueue
         room.on_freed = self._tell
 
     @property
@@ -99,16 +99,20 @@ class WriteBehind:
     # ------------------------------------------------------------------ what to write
 
     def enqueue(self, rows: IntArray) -> None:
-        """Rows that became READY in host; those with a copy, or not worth one, are left out."""
-        store = self._store
-        rows = rows[store.catalog.nvme_state[rows] == ABSENT]
+        """Rows that became READY in host, or were used; those with a copy, or not worth one, are
+        left out.
+        """
+        store, columns = self._store, self._store.catalog
+        rows = rows[(columns.nvme_state[rows] == ABSENT) & (columns.host_state[rows] == READY)]
+        rows = rows[[row not in self._queued for row in rows.tolist()]]
         if not len(rows):
             return
+        before = store.policy.wear_refusals
         admitted = store.policy.admit(rows, Tier.NVME, self._now())
-        self._skip("policy", int(np.count_nonzero(~admitted)))
+        worn = store.policy.wear_refusals - before
+        self._skip("wear", worn)
+        self._skip("policy", int(np.count_nonzero(~admitted)) - worn)
         for row in rows[admitted].tolist():
-            if row in self._queued:
-                continue
             if len(self._queue) >= store.config.nvme.queue_blocks_max:
                 self._skip("queue_full")
                 continue
@@ -140,9 +144,7 @@ class WriteBehind:
         return path[::-1]
 
     def _next_batch(self) -> list[int]:
-        """Rows to write now: each after its ancestors, within the batch's bounds and the write
-        budget.
-        """
+        """Rows to write now: each after its ancestors, within the bounds and the write budget."""
         columns, now = self._store.catalog, self._now()
         clear_counts = self._store.namespaces.clear_counts
         batch: list[int] = []
@@ -177,9 +179,7 @@ class WriteBehind:
     # ------------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Write until `drain` emptied the queue; cancelled by the daemon at the latest after its
-        drain time.
-        """
+        """Write until `drain` emptied the queue; the daemon cancels it after its drain time."""
         while True:
             if not self._has_work:
                 self._tell()

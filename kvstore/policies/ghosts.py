@@ -78,8 +78,11 @@ class Ghosts:
         lost: list[Remembered] = []
         left = np.arange(len(keys))
         while left.size:
-            _, first = np.unique(sets[left], return_index=True)
-            now = left[first]
+            # One a set and round, so that each sees what the one before made of it.
+            order = sets[left].argsort(kind="stable")
+            is_first = np.ones(order.size, np.bool_)
+            np.not_equal(sets[left[order[1:]]], sets[left[order[:-1]]], out=is_first[1:])
+            now = left[order[is_first]]
             at = (sets[now], self._last_use[sets[now]].argmin(axis=1))
             old = self._last_use[at] > -np.inf
             if np.count_nonzero(old):
@@ -95,7 +98,7 @@ class Ghosts:
             self._last_use[at] = new.last_use[now]
             self._uses[at] = np.minimum(new.uses[now], USES_MAX)
             self._shapes[at] = new.shapes[now]
-            left = np.delete(left, first)
+            left = left[order[~is_first]]
         return joined(lost)
 
     def grow(self, slots: int) -> Remembered:

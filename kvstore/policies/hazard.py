@@ -8,8 +8,9 @@ An interval is *closed* by the next use, or *open* (nobody has used the block si
 count as exposure only, which is what keeps rare re-use from looking certain. Pure numpy; the caller
 numbers classes.
 
-Index of (class, age): the highest rate of re-use over any horizon, P(used within it) ÷ expected
-waiting time (the Gittins index of a bandit that ends at re-use). Before any data it is 1 ÷ age.
+Classes come in groups. The index is that of a class's group, which needs little data: the highest
+rate of re-use over any horizon, P(used within it) ÷ expected waiting time (the Gittins index of a
+bandit that ends at re-use); before any data it is 1 ÷ age. The chance is the class's own.
 """
 
 from __future__ import annotations
@@ -78,24 +79,27 @@ class Intervals:
 class Hazard:
     """The curves. `closed` and `cut` (left unobserved) are added to; `fit` makes them count."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, groups: IntArray) -> None:
+        """`groups` int64[classes]: number of each class's group, from 0."""
         self.closed = Intervals(0)
         self.cut = Intervals(0)
+        self._groups: IntArray
         self._rates: FloatArray
         self._index: FloatArray
         self._reached: FloatArray
         """Hazard summed up to each bucket's start."""
-        self.grow(classes)
+        self.grow(groups)
 
     @property
     def classes(self) -> int:
         return len(self.closed.ends)
 
-    def grow(self, classes: int) -> None:
+    def grow(self, groups: IntArray) -> None:
         """More classes; they begin as the others taken together."""
-        self.closed.grow(classes)
-        self.cut.grow(classes)
-        self.fit(Intervals(classes))
+        self._groups = groups
+        self.closed.grow(groups.size)
+        self.cut.grow(groups.size)
+        self.fit(Intervals(groups.size))
 
     @property
     def nbytes(self) -> int:
@@ -117,23 +121,33 @@ class Hazard:
         ends = events + self.cut.ends + still_open.ends
         longer = ends.sum(axis=1, keepdims=True) - ends.cumsum(axis=1)
         exposure = longer * _WIDTHS + self.closed.rests + self.cut.rests + still_open.rests
-        prior = _PRIOR_INTERVALS * _WIDTHS
-        pooled = (events.sum(axis=0) + prior / _MIDDLES) / (exposure.sum(axis=0) + prior)
-        self._rates = (events + pooled * prior) / (exposure + prior)
+        pooled = _smoothed(events.sum(axis=0), exposure.sum(axis=0), 1.0 / _MIDDLES)
+        groups = self._by_group(events), self._by_group(exposure)
+        group_rates = _smoothed(*groups, pooled)
+        self._index = _best_rates(group_rates)[self._groups]
+        self._rates = _smoothed(events, exposure, group_rates[self._groups])
         steps = self._rates * _WIDTHS
         self._reached = steps.cumsum(axis=1) - steps
-        # Classes without data of their own all have the pooled curve.
-        known = ends.any(axis=1)
-        self._index = np.repeat(_best_rates(pooled[None]), self.classes, axis=0)
-        self._index[known] = _best_rates(self._rates[known])
         if events.sum() > _CLOSED_MAX:
             self.closed.fade()
             self.cut.fade()
+
+    def _by_group(self, numbers: FloatArray) -> FloatArray:
+        summed = np.zeros((int(self._groups.max()) + 1, BUCKETS))
+        np.add.at(summed, self._groups, numbers)
+        return summed
 
     def _summed(self, classes: IntArray, ages: FloatArray) -> FloatArray:
         buckets = buckets_of(ages)
         inside = self._rates[classes, buckets] * (ages - _LOW[buckets])
         return self._reached[classes, buckets] + inside
+
+
+def _smoothed(events: FloatArray, exposure: FloatArray, prior: FloatArray) -> FloatArray:
+    """Uses a second in each bucket; `prior` counts for _PRIOR_INTERVALS."""
+    weight = _PRIOR_INTERVALS * _WIDTHS
+    rates: FloatArray = (events + prior * weight) / (exposure + weight)
+    return rates
 
 
 def _best_rates(rates: FloatArray) -> FloatArray:

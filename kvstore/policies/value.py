@@ -5,7 +5,8 @@ Primitive: `ValuePolicy`, a Policy. Value of a replica = index of its class at i
 from NVMe where a copy lies there, else the prefill; on NVMe the prefill less the load.
 
 Class of a block = how often it was used × what is known of the request that used it last (how much
-of it was found, how long it was, the client's hint). An LRU shadow takes over where it does better
+of it was found, how long it was, the client's hint); eviction takes uses and hint only, admission
+all of it. An LRU shadow takes over where it does better
 (shadow.py). NVMe admits by value against what has to leave for it, and a wear price (wear.py).
 
 An ancestor is worth at least its best child: the picker takes leaves first.
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.catalog import Catalog
+from kvstore.hints import HINT_CLASSES
 from kvstore.policies.costs import BlockCosts
 from kvstore.policies.ghosts import Ghosts, Remembered
 from kvstore.policies.hazard import Hazard, Intervals
@@ -37,7 +39,6 @@ _SEEN_LIMITS = (0.125, 0.5)
 _LENGTH_LIMITS = (2048, 8192, 32768)
 """Tokens."""
 SHAPES = 1 + (len(_SEEN_LIMITS) + 1) * (len(_LENGTH_LIMITS) + 1)
-HINTS_MAX = 16
 
 _LOG = 4096
 _SWEEP = 32768
@@ -59,7 +60,7 @@ class ValuePolicy:
         self._catalog = catalog
         self._costs = costs
         self._wear = wear
-        self._hazard = Hazard(USE_CLASSES * SHAPES)
+        self._hazard = Hazard(_groups(1))
         self._ghosts = Ghosts()
         self._shadow = Shadow()
         self._shape: ByteArray = np.zeros(len(catalog.parent), np.uint8)
@@ -195,7 +196,7 @@ class ValuePolicy:
 
     def _shape_of(self, rows: IntArray, request: RequestShape) -> int:
         """Number of the request's shape and hint."""
-        hint = min(request.hint, HINTS_MAX - 1)
+        hint = min(request.hint, HINT_CLASSES - 1)
         if (hint + 1) * SHAPES * USE_CLASSES > self._hazard.classes:
             self._add_hints(hint)
         if not request.blocks:
@@ -208,7 +209,7 @@ class ValuePolicy:
     def _add_hints(self, hint: int) -> None:
         """Classes for a hint not seen before."""
         self._fold()
-        self._hazard.grow((hint + 1) * SHAPES * USE_CLASSES)
+        self._hazard.grow(_groups(hint + 1))
         self._still_open = Intervals(self._hazard.classes)
         self._sweep_at = -1
 
@@ -317,6 +318,13 @@ class ValuePolicy:
             found = self._ghosts.entries(max(0, start - end), stop - end)
             classes = self._classes(found.uses, found.shapes)
             self._still_open.add(classes, now - found.last_use)
+
+
+def _groups(hints: int) -> IntArray:
+    """Group of each class: uses and hint. How requests look tells of new blocks, less of old."""
+    use, shape = np.arange(USE_CLASSES), np.arange(hints * SHAPES)
+    groups: IntArray = (use[None, :] + USE_CLASSES * (shape[:, None] // SHAPES)).reshape(-1)
+    return groups
 
 
 def _nearer(old: float | None, new: float, weight: float) -> float:

@@ -11,7 +11,6 @@ import numpy as np
 
 from kvstore.types import FloatArray
 
-DAY_SECONDS = 86400.0
 _STEPS = 96
 _STEP_LOG2 = 0.25
 _FLOOR_LOG2 = -52.0
