@@ -174,7 +174,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def scheduler(self) -> SchedulerSide:
-        assert self._scheduler is not None  # vLLM calls each role's methods only
+        """vLLM calls the methods of a role on a connector of that role only."""
+        assert self._scheduler is not None
         return self._scheduler
 
     @property
@@ -254,12 +255,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             first = next((at for at, block in enumerate(ids) if block in bad), None)
             if first is not None:
                 manager.evict_blocks(set(ids[first:]))
-
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler.finished(request.request_id)
-        return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -22,6 +22,7 @@ from math import lcm
 from kvstore.client import KVClient, ReadLease
 from kvstore.errors import KVStoreError
 from kvstore.fingerprint import Chain
+from kvstore.types import FINGERPRINT_BYTES
 
 LOOKUP_THREADS = 2
 PROMOTION_THREADS = 4
@@ -46,6 +47,13 @@ class Suppressed:
         with self._lock:
             self._until = {name: until for name, until in self._until.items() if until > now}
             self._until.update(dict.fromkeys(names, now + self._seconds))
+
+    def lift(self, names: bytes) -> None:
+        """These, joined, are stored anew."""
+        if self._until:
+            with self._lock:
+                for at in range(0, len(names), FINGERPRINT_BYTES):
+                    self._until.pop(names[at : at + FINGERPRINT_BYTES], None)
 
     def cap(self, chains: Sequence[Chain], tokens: int, now: float) -> int:
         """`tokens`, or less: no block below it is suppressed."""

@@ -301,6 +301,7 @@ class SchedulerSide:
             for blocks in self._block_orders(index, chain, ids[lane.group], begin, end):
                 self._next_number += 1
                 saves.append(SaveOrder(self._next_number, blocks))
+                self._suppressed.lift(blocks.names.joined)
                 if self._wants_events and lane.rank == 0:
                     self._unstored[self._next_number] = (request, lane, begin, blocks)
             tracked.saved[index] = end
