@@ -1,6 +1,6 @@
 """What to load of what was found: the planner between a look-up and its lease.
 
-Primitives of `Advisor`: `match`, `predict`, `break_even`; `Ability`, what an engine can do.
+Primitives of `Advisor`: `match`, `watch`, `predict`, `score`, `break_even`.
 
 Until prefill times of a namespace were seen, there is no plan and all that was found is offered.
 What a plan declines to load is no part of the match, nor of the lease. Runs on the daemon's loop.
@@ -8,29 +8,21 @@ What a plan declines to load is no part of the match, nor of the lease. Runs on 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvstore.matching import MatchResult
 from kvstore.mover import Mover
 from kvstore.namespaces import Namespace
-from kvstore.planner import Pipeline, Plan, Prompt, break_even_tokens, plan
+from kvstore.planner import Ability, Pipeline, Plan, Prompt, Watch, break_even_tokens, plan
 from kvstore.prefetch import Prefetcher
+from kvstore.promotion import LoadStream
 from kvstore.store import READY, Store
-from kvstore.types import ClientId, NamespaceKind, Tier
+from kvstore.types import ClientId, LeaseId, NamespaceKind, Tier
 from kvstore.uses import TokenHint
 
 PLANNED = "planned"
-
-
-@dataclass(frozen=True)
-class Ability:
-    """What the engine can do with this prompt; see `planner.Prompt` and `planner.Pipeline`."""
-
-    prompt_tokens: int
-    held_blocks: int = 0
-    stages: int = 1
-    unit_blocks: int = 0
+PLANS_KEPT_MAX = 4096
 
 
 class Advisor:
@@ -40,6 +32,8 @@ class Advisor:
         self._store = store
         self._mover = mover
         self._prefetcher = prefetcher
+        self._plans: OrderedDict[LeaseId, tuple[Plan, float]] = OrderedDict()
+        """Of leases that were not loaded yet, with the time they were given."""
 
     def match(
         self,
@@ -64,7 +58,19 @@ class Advisor:
                 self._prefetcher.probe(first.namespace, first.rows[kept // block_tokens :])
                 result.cut(kept, PLANNED)
         self._store.hold(client, result, want_lease, now, hints)
+        if made is not None and result.lease:
+            self._plans[result.lease] = (made, now)
+            if len(self._plans) > PLANS_KEPT_MAX:
+                self._plans.popitem(last=False)
         return result, made
+
+    def watch(self, lease: LeaseId, stream: LoadStream) -> Watch | None:
+        """Of a load that begins now under a planned lease; None when there is nothing to watch."""
+        made, began = self._plans.pop(lease, (None, 0.0))
+        if made is None or stream.is_done:
+            return None
+        parts = len(stream.groups[0].namespace.layout.parts)
+        return Watch(made, stream.blocks_missing * parts, began)
 
     def predict(self, result: MatchResult, ability: Ability) -> Plan | None:
         """The plan for what was found; None while uncalibrated, and for opaque keys."""
@@ -78,7 +84,7 @@ class Advisor:
             namespace.layout.block_tokens,
             found // max(len(first.rows), 1),
             self._store.catalog.host_state[first.rows] != READY,
-            ability.held_blocks,
+            min(ability.held_blocks, ability.prompt_tokens // namespace.layout.block_tokens),
             ability.unit_blocks,
             # Sliding groups hold a window only: there is no shorter prefix to load.
             is_whole=len(result.groups) > 1 or namespace.window_tokens > 0,

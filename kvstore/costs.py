@@ -35,7 +35,7 @@ CALL_TOKENS_GUESS = 64.0
 _SECONDS_MIN = 1e-7
 _ROUNDS = 8
 _RIDGE = 1e-3
-_RESIDUAL_MIN = 0.01
+_RESIDUAL_USUAL = 0.05
 NAMESPACES_KEPT_MAX = 256
 
 
@@ -87,10 +87,10 @@ MODEL_GUESSED = ModelSize(8e9, 32, 4096)
 
 
 class Fit:
-    """seconds = Σ coefficient · term, by least absolute relative error over the newest samples.
+    """seconds = Σ coefficient · term, by least relative error over the newest samples.
 
     The guess gives proportions; its scale is the median of what was seen. From there each
-    coefficient moves as far as samples pull it. Half of the weight may be outliers.
+    coefficient moves as far as samples near it pull. Nearly half of the weight may be outliers.
     """
 
     def __init__(self, guess: Iterable[float], fade: float) -> None:
@@ -128,7 +128,8 @@ class Fit:
         factors = np.ones(len(self.guess))
         for _ in range(_ROUNDS):
             residual = np.abs(shares @ factors - 1.0)
-            weights = recency / np.maximum(residual, _RESIDUAL_MIN)
+            # What is far off counts for nothing, however far.
+            weights = recency / (residual**2 + _RESIDUAL_USUAL**2)
             factors = _least_squares(shares, weights)
         self.error = _weighted_median(np.abs(shares @ factors - 1.0), recency)
         self.coefficients = self.guess * scale * factors

@@ -1,9 +1,10 @@
 """Which stored blocks of a request to load, which to compute again, and how long to wait for them.
 
 Primitives:
+  `Ability`              what an engine can do
   `Prompt`, `Pipeline`   what was asked and found; what a load passes through and what stands in it
   `plan`                 the `Plan` with the earliest predicted first token
-  `Plan.patience`        until when a load that runs late is worth waiting for
+  `Plan.patience`        until when a load that runs late is worth waiting for; `Watch` keeps count
   `break_even_tokens`    the shortest prefix whose load beats computing it
 
 Two forms. *Prefix*: blocks [first, last) are loaded, then, or meanwhile layer by layer, the rest is
@@ -14,7 +15,7 @@ both meet. Pure: costs and queue come as arguments.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,8 +30,22 @@ LATE_SECONDS_MIN = 0.005
 """and always by so much: shorter delays are nobody's fault."""
 MEETING_SPARE = 0.25
 """Share of a meeting's load that is asked for beyond the predicted meeting point."""
+NOTHING = PrefillCost(0.0, 0.0)
 NEVER_TOKENS = 1 << 40
 """Break-even of a link that never wins."""
+
+
+@dataclass(frozen=True)
+class Ability:
+    """What an engine can do with one prompt, of which a prefix may be stored."""
+
+    prompt_tokens: int
+    held_blocks: int = 0
+    """Leading blocks that it has itself."""
+    stages: int = 1
+    """Above 1: it computes on early layers while later ones arrive, in so many steps."""
+    unit_blocks: int = 0
+    """Above 0: it can compute the front, so many blocks at a time, while the back is loaded."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +59,8 @@ class Prompt:
     below_host: BoolArray
     """A stored block: whether it must be read from NVMe first."""
     held_blocks: int = 0
-    """Leading blocks that the engine has itself."""
     unit_blocks: int = 0
-    """The engine can compute the front, so many blocks at a time, while the back is loaded; 0: it
-    cannot."""
+    """These two as in Ability."""
     is_whole: bool = False
     """All stored blocks or none: what lies between cannot be cut."""
 
@@ -86,6 +99,9 @@ class Plan:
     """Of computing what is loaded."""
     in_layers: bool = False
     """The load is of use only when every block's layer is there, not block by block."""
+    prefill: PrefillCost = NOTHING
+    call_seconds: float = 0.0
+    """What it was judged with."""
 
     @property
     def blocks(self) -> int:
@@ -94,6 +110,10 @@ class Plan:
     def expected_seconds(self, share: float) -> float:
         """From the load's start until so much of it is there, as predicted."""
         return self.begin_seconds + share * max(self.load_seconds - self.begin_seconds, 1e-9)
+
+    def compute_seconds(self, start_tokens: int, end_tokens: int) -> float:
+        """Of one forward pass over tokens [start, end)."""
+        return self.call_seconds + self.prefill.seconds(float(start_tokens), float(end_tokens))
 
     def patience(self, ready_share: float, next_share: float, news_seconds: float) -> float:
         """Seconds from the load's start after which to stop waiting.
@@ -121,17 +141,43 @@ class Plan:
         return max(span * pace - (0.0 if ready_share else elapsed), 0.0)
 
 
+class Watch:
+    """One load while it runs: how much is there, and until when to wait for more."""
+
+    def __init__(self, made: Plan, parts: int, began: float) -> None:
+        """`parts` will be announced from `began` on; times by one clock."""
+        self._plan = made
+        self._parts = max(parts, 1)
+        self._step = self._parts / max(made.blocks, 1)
+        self._began = began
+        self._ready = 0
+        self._news = 0.0
+
+    def seen(self, parts: int, now: float) -> None:
+        """So many more parts are there."""
+        self._ready += parts
+        self._news = now - self._began
+
+    @property
+    def until(self) -> float:
+        """When to give up if nothing else comes. A load from the back is the engine's to end."""
+        if self._plan.from_back:
+            return math.inf
+        ready = min(self._ready / self._parts, 1.0)
+        following = min((self._ready + self._step) / self._parts, 1.0)
+        return self._began + self._plan.patience(ready, following, self._news)
+
+
 def plan(prompt: Prompt, pipeline: Pipeline) -> Plan:
     """The split with the earliest predicted first token; of equal ones the shortest load."""
     recompute = _compute(pipeline, prompt.held_blocks * prompt.block_tokens, prompt.tokens)
-    best = Plan(prompt.held_blocks, prompt.held_blocks, False, recompute, recompute)
-    if len(prompt.below_host) <= prompt.held_blocks:
-        return best
-    candidates = [_best_prefix(prompt, pipeline, recompute)]
-    if prompt.unit_blocks and not prompt.is_whole:
-        candidates.append(_best_meeting(prompt, pipeline, recompute))
+    candidates = [Plan(prompt.held_blocks, prompt.held_blocks, False, recompute, recompute)]
+    if len(prompt.below_host) > prompt.held_blocks:
+        candidates.append(_best_prefix(prompt, pipeline, recompute))
+        if prompt.unit_blocks and not prompt.is_whole:
+            candidates.append(_best_meeting(prompt, pipeline, recompute))
     fastest = min(candidates, key=lambda found: found.ttft_seconds)
-    return fastest if fastest.ttft_seconds < recompute else best
+    return replace(fastest, prefill=pipeline.prefill, call_seconds=pipeline.call_seconds)
 
 
 def _compute(pipeline: Pipeline, start_tokens: float, end_tokens: float) -> float:
@@ -186,7 +232,7 @@ def _best_meeting(prompt: Prompt, pipeline: Pipeline, recompute: float) -> Plan:
         float(ttft[at]) + tail,
         recompute,
         _begin_seconds(prompt, pipeline, first, stored),
-        float(load[at]),
+        float(load[(first - held) // prompt.unit_blocks]),
         recompute - tail - float(front[at]),
     )
 
@@ -233,7 +279,7 @@ def break_even_tokens(
     slowest = max(link.seconds(1.0) - link.latency_seconds for link in links)
     gain = prefill.seconds_per_token - slowest * bytes_per_token
     bend = prefill.seconds_per_token_position / 2
-    if bend <= 0:
-        return math.ceil(latency / gain) if gain > latency / NEVER_TOKENS else NEVER_TOKENS
-    root = (-gain + math.sqrt(gain * gain + 4 * bend * latency)) / (2 * bend)
-    return min(math.ceil(root), NEVER_TOKENS)
+    spread = math.sqrt(gain * gain + 4 * bend * latency)
+    # bend·n² + gain·n = latency, solved without taking like from like.
+    above, below = (2 * latency, gain + spread) if gain > 0 else (spread - gain, 2 * bend)
+    return math.ceil(above / below) if above < below * NEVER_TOKENS else NEVER_TOKENS

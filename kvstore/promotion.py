@@ -85,6 +85,11 @@ class LoadStream:
         return ready, failed
 
     @property
+    def parts_ready(self) -> int:
+        """Readable and not taken yet."""
+        return sum(mask.bit_count() for _, mask, _ in self.ready)
+
+    @property
     def is_done(self) -> bool:
         return self.blocks_missing == 0
 

@@ -30,6 +30,7 @@ from kvstore.client.keeper import Keeper
 from kvstore.client.lease import ReadLease, request_lease
 from kvstore.client.names import Names, stretch
 from kvstore.client.namespace import NamespaceHandle
+from kvstore.client.plans import Asking
 from kvstore.client.reasons import ABSENT, AWAY, CLOSED, reason_of
 from kvstore.client.session import Session
 from kvstore.client.statistics import ClientStatistics
@@ -38,6 +39,7 @@ from kvstore.directory import STORE_ORDER_TRUSTED
 from kvstore.errors import InvalidRequest, KVStoreError, NamespaceConflict
 from kvstore.fingerprint import KVIdentity, namespace_of
 from kvstore.layout import BlockLayout
+from kvstore.planner import Ability
 from kvstore.rpc import control_pb2 as pb
 from kvstore.types import FINGERPRINT_BYTES, NamespaceId, NamespaceKind
 
@@ -196,6 +198,7 @@ class KVClient:
         prompt_tokens: int = 0,
         *,
         deadline_seconds: float | None = None,
+        ability: Ability | None = None,
     ) -> ReadLease:
         """One lease over all KV groups of a model, at the largest boundary they share.
 
@@ -219,7 +222,10 @@ class KVClient:
             wanted = [
                 Wanted(handle.id, names, handle.layout, its.index) for handle, its, names in asked
             ]
-            return request_lease(self._session, self._keeper, life, wanted, prompt_tokens, limit)
+            extra = Asking(ability)
+            return request_lease(
+                self._session, self._keeper, life, wanted, prompt_tokens, limit, extra
+            )
         except KVStoreError as error:
             return ReadLease(self._session, self._keeper, None, reason=reason_of(error))
 

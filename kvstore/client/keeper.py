@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 
 from kvstore.client.life import Life
 from kvstore.client.session import Session
+from kvstore.client.timings import Timings
 from kvstore.errors import KVStoreError, ReservationUnknown
 from kvstore.rpc import control_pb2 as pb
 from kvstore.types import FINGERPRINT_BYTES
@@ -59,7 +60,8 @@ class Keeper:
         self._waiting_blocks = 0
         self._missed_blocks = 0
         self._lock = threading.Lock()
-        self._attended: list[Attended] = []
+        self.timings = Timings(session)
+        self._attended: list[Attended] = [self.timings]
         self._wake = threading.Event()
         self._due = float("inf")
         self._is_closing = False

@@ -24,6 +24,7 @@ import grpc
 from kvstore.client.groups import LeasedGroup, News, Ready, Wanted
 from kvstore.client.keeper import Keeper
 from kvstore.client.life import Life
+from kvstore.client.plans import Asking, load_order, unpack_plan
 from kvstore.client.session import Session
 from kvstore.errors import (
     InvalidRequest,
@@ -33,6 +34,7 @@ from kvstore.errors import (
     PeerGone,
     Unavailable,
 )
+from kvstore.planner import Plan
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc.status import from_rpc_error
 from kvstore.rpc.wire import each_ready
@@ -58,6 +60,7 @@ class ReadLease:
         until: float = 0.0,
         boundary_tokens: int = 0,
         reason: str = "",
+        plan: Plan | None = None,
     ) -> None:
         self._session = session
         self._keeper = keeper
@@ -70,6 +73,8 @@ class ReadLease:
         """Largest token boundary that every group can serve."""
         self.reason = reason
         """Why it is shorter than asked, "" if whole."""
+        self.plan = plan
+        """How to load it; None when none was asked for, or nothing is known of costs yet."""
 
     # ------------------------------------------------------------------ what it holds
 
@@ -162,10 +167,12 @@ class ReadLease:
         if not pending:
             yield from self._readable_now()
             return
+        order, first = load_order(self.plan, layer_order)
         request = pb.LoadRequest(
             client=life.client,
             lease=self._lease,
-            order=pb.LAYER_ORDER if layer_order else pb.BLOCK_ORDER,
+            order=order,
+            first_block=first,
             deadline_ms=max(1, int(limit * 1000)),
             staging=staging,
         )
@@ -272,20 +279,20 @@ def request_lease(
     wanted: Sequence[Wanted],
     prompt_tokens: int,
     deadline_seconds: float,
-    *,
-    begin_load: bool = False,
+    extra: Asking,
 ) -> ReadLease:
-    """Match over `wanted`; raises what the call raises.
-
-    `begin_load`: the caller iterates `load()` at once; the daemon need not wait for that call.
-    """
+    """Match over `wanted`; raises what the call raises."""
     request = pb.MatchRequest(
         client=life.client,
-        groups=[pb.Group(namespace=group.namespace, fingerprints=group.joined) for group in wanted],
+        groups=[
+            pb.Group(namespace=group.namespace, fingerprints=group.joined, hints=extra.packed_hints)
+            for group in wanted
+        ],
         prompt_tokens=prompt_tokens,
         deadline_ms=max(1, int(deadline_seconds * 1000)),
         want_lease=True,
-        begin_load=begin_load,
+        begin_load=extra.begin_load,
+        plan=extra.packed_ability,
     )
     sent = time.monotonic()
     try:
@@ -310,4 +317,5 @@ def request_lease(
         until=sent + reply.lease_seconds,
         boundary_tokens=reply.boundary_tokens,
         reason=reply.short_reason,
+        plan=unpack_plan(reply.plan) if reply.HasField("plan") else None,
     )

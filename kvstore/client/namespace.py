@@ -16,7 +16,7 @@ their results carry the reason. The others raise typed errors.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvstore.client.lease import ReadLease, request_lease
 from kvstore.client.life import Declared, Life
 from kvstore.client.loading import Loader, LoadResult, Order
 from kvstore.client.names import FlatNames, Names, stretch
+from kvstore.client.plans import Asking
 from kvstore.client.reasons import ABSENT, AWAY, CLOSED, reason_of
 from kvstore.client.reservation import SharedReservation, WriteReservation, reserve_named
 from kvstore.client.session import Session
@@ -37,7 +38,9 @@ from kvstore.client.spare import SpareSlots
 from kvstore.client.storing import StoreOrder, Storer
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.fingerprint import Chain, Content, Tokens
+from kvstore.hints import Hint
 from kvstore.layout import BlockLayout
+from kvstore.planner import Ability
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc.wire import NO_OFFSET, unpack_u8
 from kvstore.types import (
@@ -179,8 +182,18 @@ class NamespaceHandle:
             return np.zeros(len(names), np.bool_)
         return life.directory.lookup_each(declared.index, joined).mask
 
-    def lease(self, names: Names, *, deadline_seconds: float | None = None) -> ReadLease:
-        """A lease over the longest prefix that any tier holds; empty when there is none."""
+    def lease(
+        self,
+        names: Names,
+        *,
+        deadline_seconds: float | None = None,
+        ability: Ability | None = None,
+        hints: Sequence[Hint] = (),
+    ) -> ReadLease:
+        """A lease over the longest prefix that any tier holds; empty when there is none.
+
+        With `ability` it is cut to what is worth loading, and the load begins at once.
+        """
         joined = stretch(names, self.id, 0, len(names))
         attached = self._attached()
         if isinstance(attached, str):
@@ -190,7 +203,8 @@ class NamespaceHandle:
             self._keeper.missed(len(names))
             return ReadLease(self._session, self._keeper, None, reason=ABSENT)
         try:
-            return self._request_lease(life, declared, joined, deadline_seconds)
+            extra = Asking(ability, tuple(hints), begin_load=ability is not None)
+            return self._request_lease(life, declared, joined, deadline_seconds, extra)
         except KVStoreError as error:
             return ReadLease(self._session, self._keeper, None, reason=reason_of(error))
 
@@ -210,14 +224,11 @@ class NamespaceHandle:
         declared: Declared,
         joined: bytes,
         deadline_seconds: float | None,
-        *,
-        begin_load: bool = False,
+        extra: Asking,
     ) -> ReadLease:
         limit = self._session.deadline_seconds if deadline_seconds is None else deadline_seconds
         wanted = Wanted(self.id, joined, self.layout, declared.index)
-        return request_lease(
-            self._session, self._keeper, life, [wanted], 0, limit, begin_load=begin_load
-        )
+        return request_lease(self._session, self._keeper, life, [wanted], 0, limit, extra)
 
     def _lease_for(self, order: Order) -> ReadLease:
         joined = order.names if self.kind is NamespaceKind.FLAT else order.joined
@@ -226,7 +237,7 @@ class NamespaceHandle:
             order.declared,
             joined,
             order.deadline_seconds,
-            begin_load=not order.staging,
+            Asking(begin_load=not order.staging),
         )
 
     def _leading_in_host(self, names: Names) -> int:

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.advice import Ability
 from kvstore.costs import ModelSize
 from kvstore.errors import InvalidRequest
 from kvstore.namespaces import Namespace
-from kvstore.planner import Plan
+from kvstore.planner import Ability, Plan
 from kvstore.promotion import BACK, BLOCKS, LAYERS, LoadOrder
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc.replies import pack_group, pack_plan
@@ -46,10 +45,10 @@ class PlanningVerbs(Verbs):
     @unary
     async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchReply:
         session = self.service.sessions.get(request.client)
-        store, groups = self.service.store, self._groups(request.groups)
+        store = self.service.store
         result, made = self.service.advisor.match(
             session.client,
-            groups,
+            self._groups(request.groups),
             request.prompt_tokens,
             request.want_lease,
             self.service.now(),
@@ -66,12 +65,8 @@ class PlanningVerbs(Verbs):
             groups=[pack_group(store, group) for group in result.groups],
             short_reason=result.short_reason,
             boot_id=self.service.boot_id,
-            plan=None if made is None else self._pack_plan(groups[0][0], made),
+            plan=None if made is None else pack_plan(made),
         )
-
-    def _pack_plan(self, namespace: Namespace, made: Plan) -> pb.Plan:
-        costs = self.service.store.costs
-        return pack_plan(made, costs.prefill(namespace.index), costs.call_seconds(namespace.index))
 
     @unary
     async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportReply:

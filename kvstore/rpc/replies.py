@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.costs import PrefillCost
 from kvstore.matching import GroupMatch
 from kvstore.namespaces import Namespace
 from kvstore.planner import Plan
@@ -60,7 +59,7 @@ def announce(stream: LoadStream) -> pb.LoadReply:
     )
 
 
-def pack_plan(made: Plan, prefill: PrefillCost, call_seconds: float) -> pb.Plan:
+def pack_plan(made: Plan) -> pb.Plan:
     return pb.Plan(
         first=made.first,
         last=made.last,
@@ -71,9 +70,9 @@ def pack_plan(made: Plan, prefill: PrefillCost, call_seconds: float) -> pb.Plan:
         begin_seconds=made.begin_seconds,
         load_seconds=made.load_seconds,
         saved_seconds=made.saved_seconds,
-        seconds_per_call=call_seconds,
-        seconds_per_token=prefill.seconds_per_token,
-        seconds_per_token_position=prefill.seconds_per_token_position,
+        seconds_per_call=made.call_seconds,
+        seconds_per_token=made.prefill.seconds_per_token,
+        seconds_per_token_position=made.prefill.seconds_per_token_position,
     )
 
 

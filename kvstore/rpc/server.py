@@ -142,17 +142,20 @@ class ControlServicer(KeepingVerbs, PlanningVerbs, control_pb2_grpc.ControlServi
             grants=[pack_group(store, group) for group in stream.groups],
             short_reason=stream.short_reason,
         )
+        watch = self.service.advisor.watch(LeaseId(request.lease), stream)
         while not stream.is_done:
-            left = deadline - self.service.now()
+            until = deadline if watch is None else min(deadline, watch.until)
             try:
-                await asyncio.wait_for(stream.changed.wait(), max(left, 0.0))
+                await asyncio.wait_for(stream.changed.wait(), max(until - self.service.now(), 0.0))
             except TimeoutError:
-                stream.short_reason = "deadline"
+                stream.short_reason = "deadline" if until == deadline else "late"
                 break
             if stream.blocks_unread:
                 # What follows at once goes with the same message: one costs as much as many.
                 await asyncio.sleep(ANNOUNCE_SECONDS)
             if not stream.is_done:
+                if watch is not None:
+                    watch.seen(stream.parts_ready, self.service.now())
                 yield announce(stream)
         last = announce(stream)
         last.done, last.short_reason = True, stream.short_reason
