@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from engine_adapter.loader import LayerBuffers, LoadFailed, PrefixLoad
+from engine_adapter.loader import LayerBuffers, PrefixLoad
 from engine_adapter.refusal import Refused
 from engine_adapter.tensors import KVTensors
 from kvstore.types import ByteArray
@@ -310,6 +310,3 @@ class KVCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.share()
         return [buffers.keys[row] for buffers in held], [buffers.values[row] for buffers in held]
-
-
-__all__ = ["KVCache", "KVLayer", "LoadFailed", "ModelShape"]

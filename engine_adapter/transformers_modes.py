@@ -66,7 +66,6 @@ class Prompt:
     capacity: int
     cache: KVCache | None
     """The adapter's own cache of an earlier call that goes on; nothing is restored into it."""
-    is_beam: bool
 
     @property
     def tokens(self) -> int:
@@ -116,7 +115,6 @@ def read_call(model: Any, arguments: dict[str, Any], chunk: int) -> Prompt | Pla
     pads = _pads(model, ids, arguments.get("attention_mask"), call.cache)
     if isinstance(pads, Plain):
         return pads
-    beams = call.setting("num_beams") or 1
     room = call.setting("max_new_tokens")
     if room is None:
         length = call.setting("max_length")
@@ -124,10 +122,9 @@ def read_call(model: Any, arguments: dict[str, Any], chunk: int) -> Prompt | Pla
     return Prompt(
         ids,
         pads,
-        max(beams, call.setting("num_return_sequences") or 1),
+        max(call.setting("num_beams") or 1, call.setting("num_return_sequences") or 1),
         ids.shape[1] + room,
         call.cache,
-        beams > 1,
     )
 
 

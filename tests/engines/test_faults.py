@@ -17,10 +17,25 @@ import pytest
 
 from tests.conftest import DaemonProcess
 from tests.e2e.kit import eventually
-from tests.engines.kit import BLOCK, gemma, llama, plain, prompt, put_instead, run, settled, torch
+from tests.engines.kit import (
+    BLOCK,
+    NEW_TOKENS,
+    gemma,
+    llama,
+    plain,
+    prompt,
+    put_instead,
+    run,
+    settled,
+    torch,
+)
 
 Attach = Callable[..., Any]
 MakeDaemon = Callable[..., DaemonProcess]
+LAST = -1
+"""Layer: all others of the prefix were loaded."""
+SLOW_DISK = 20_000
+"""Bytes a second: five seconds for the blocks of a prompt here, less for the first layer."""
 
 
 @contextmanager
@@ -67,13 +82,25 @@ def stored_on_nvme(attached: Any, daemon: DaemonProcess, tokens: int) -> tuple[A
     expected = plain(attached, ids)
     run(attached.model, ids)
     settled(attached)
+    only_on_nvme(attached, daemon, ids)
+    return ids, expected
+
+
+def only_on_nvme(attached: Any, daemon: DaemonProcess, ids: Any) -> None:
     handle = attached.namespace()
     assert handle.flush(handle.chain(ids[0].numpy()), deadline_seconds=30).all()
     boot = attached.client.boot_id
     daemon.stop()
     daemon.start()
     eventually(lambda: attached.client.boot_id not in (0, boot), "attached again")
-    return ids, expected
+
+
+def on_slow_disk(daemon: DaemonProcess, bytes_per_second: int) -> None:
+    """From its next start on, the daemon's disk reads so slowly."""
+    _, _, module, *rest = daemon.command()
+    assert module == "kvstore.cli"
+    command = [sys.executable, "-m", "bench.slow_disk", str(bytes_per_second), *rest]
+    daemon.command = lambda: command  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("model", [llama, gemma])
@@ -128,6 +155,18 @@ def test_killed_before_a_load_from_nvme(attach: Attach, make_daemon: MakeDaemon)
         assert run(attached.model, ids).differs(expected) == 0
     assert attached.last.reruns == 1
     assert attached.last.hit_tokens == 0
+
+
+def test_killed_in_a_load_from_nvme(attach: Attach, make_daemon: MakeDaemon) -> None:
+    """The first layers have come and were used, the others never will."""
+    daemon = make_daemon().start()
+    attached = attach(gemma(), daemon.socket)
+    on_slow_disk(daemon, SLOW_DISK)
+    ids, expected = stored_on_nvme(attached, daemon, 4 * BLOCK + 1)
+    with during_forward(attached.model, daemon.kill) as passes:
+        assert run(attached.model, ids).differs(expected) == 0
+    assert (attached.last.reruns, attached.last.hit_tokens) == (1, 0)
+    assert len(passes) == 1 + 5 + NEW_TOKENS - 1  # one thrown away, five chunks, the decode
 
 
 def test_killed_while_the_suffix_is_computed(attach: Attach, make_daemon: MakeDaemon) -> None:
@@ -233,6 +272,17 @@ def test_a_store_that_freezes_costs_its_deadline(
     eventually(lambda: _hits(attached, ids), "hits once it moves again")
 
 
+def test_a_slow_disk_costs_its_deadline(attach: Attach, make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon().start()
+    attached = attach(gemma(), daemon.socket, deadline_seconds=0.3)
+    on_slow_disk(daemon, SLOW_DISK)
+    ids, expected = stored_on_nvme(attached, daemon, 4 * BLOCK + 1)
+    assert run(attached.model, ids).differs(expected) == 0
+    assert (attached.last.reruns, attached.last.hit_tokens) == (1, 0)
+    assert attached.last.miss_reason == "deadline"
+    eventually(lambda: _hits(attached, ids), "hits once the blocks are up")
+
+
 def _hits(attached: Any, ids: Any) -> int:
     run(attached.model, ids)
     return int(attached.last.hit_tokens)
@@ -241,11 +291,14 @@ def _hits(attached: Any, ids: Any) -> int:
 # ---------------------------------------------------------------------- bytes that change
 
 
+@pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_blocks_that_go_away_during_the_forward_pass(
-    attach: Attach, make_daemon: MakeDaemon
+    attach: Attach, make_daemon: MakeDaemon, tier: str
 ) -> None:
-    """The lease is lost: the pass is thrown away and done again, the output is the same."""
-    daemon = make_daemon({"host.bytes": "4MiB", "host.region_bytes": "4MiB"}).start()
+    """Read without a lease, or under one that runs out: the pass is thrown away and done again,
+    the output is the same."""
+    settings = {"host.bytes": "4MiB", "host.region_bytes": "4MiB", "lease.read_seconds": "300ms"}
+    daemon = make_daemon(settings).start()
     attached = attach(gemma(torch.bfloat16), daemon.socket)
     ids = prompt(4 * BLOCK + 5)
     expected = plain(attached, ids)
@@ -255,6 +308,8 @@ def test_blocks_that_go_away_during_the_forward_pass(
     chain = handle.chain(ids[0].numpy())
     stored = np.empty((4, handle.layout.block_bytes), np.uint8)
     assert handle.load(chain, stored).blocks == 4
+    if tier == "nvme":
+        only_on_nvme(attached, daemon, ids)
 
     def crowd_out() -> None:
         """And then the same blocks again: the pass that is done again shall not trust them."""
@@ -270,7 +325,7 @@ def test_blocks_that_go_away_during_the_forward_pass(
         eventually(is_gone, "the slots hold something else")
         put_instead(handle, chain, stored)
 
-    with watched_sources(attached), during_forward(attached.model, crowd_out) as passes:
+    with watched_sources(attached), during_forward(attached.model, crowd_out, LAST) as passes:
         found = run(attached.model, ids, max_new_tokens=1)
     assert found.tokens[0, -1] == expected.tokens[0, ids.shape[1]]
     assert found.logits[0].equal(expected.logits[0])
