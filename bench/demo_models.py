@@ -1,8 +1,7 @@
 """The demo's models: Gemma 3 270M out of a PyPI package, and a small random one.
 
 Primitives: `load_model(name)` → model, `Tokens` (text to ids and back). The converted Gemma is
-kept below
-bench/out/, so that only the first run pays its minute.
+kept below bench/out/, so that only the first run pays its minute.
 """
 
 from __future__ import annotations
