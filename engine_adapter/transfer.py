@@ -145,12 +145,14 @@ class LoadHandle(Protocol):
         """Make the compute stream wait until `layer` of all blocks has arrived.
 
         Waits on the host only while bytes that are still below the host tier have not come, and
-        never past the plan's deadline. Raises LoadFailed: compute without this load.
+        never past the plan's deadline. Raises LoadFailed: compute without this load; what the
+        compute stream is given from then on runs after the load's last copy.
         """
 
     def confirm(self) -> str:
         """After the forward pass was enqueued: waits for the last copy, then compares
-        generations. "" if every byte was the stored one, else why not: discard what was computed.
+        generations. "" if every byte was the stored one, else why not: discard what was computed;
+        the compute stream is ordered as after LoadFailed.
         """
 
     def cancel(self) -> None:
@@ -191,7 +193,8 @@ class TransferEngine(Protocol):
     """Thread-safe. `compute_stream` is the handle of the stream that the caller computes on
     (torch: `stream.cuda_stream`; 0 where there are no streams).
 
-    An empty plan gives a handle that has ended and touches no device.
+    An empty plan gives a handle that has ended and touches no device. A device that failed makes
+    every verb raise DeviceError.
     """
 
     def start_load(self, plan: LoadPlan, compute_stream: int) -> LoadHandle:

@@ -15,7 +15,7 @@ import ctypes
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -119,8 +119,6 @@ class Device(Protocol):
         """(free, total) bytes of device memory."""
 
 
-_Result = TypeVar("_Result")
-
 _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _HOST_PORTABLE_MAPPED = 1 | 2
@@ -153,7 +151,7 @@ class CudaDevice:
         self._modules: dict[str, Any] = {}
         self._call(self._runtime.free, 0)  # the first call of a process makes the context
 
-    def _call(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """On this device, whatever the calling thread used before. cupy clears the pending error
         of a refused call, so that nobody else trips over it."""
         try:
@@ -172,14 +170,14 @@ class CudaDevice:
     # ------------------------------------------------------------------ streams and events
 
     def make_stream(self) -> int:
-        return self._call(self._runtime.streamCreateWithFlags, _STREAM_NON_BLOCKING)
+        return int(self._call(self._runtime.streamCreateWithFlags, _STREAM_NON_BLOCKING))
 
     def drop_stream(self, stream: int) -> None:
         self._call(self._runtime.streamDestroy, stream)
 
     def make_event(self, *, timed: bool = False) -> int:
         flags = 0 if timed else _EVENT_DISABLE_TIMING
-        return self._call(self._runtime.eventCreateWithFlags, flags)
+        return int(self._call(self._runtime.eventCreateWithFlags, flags))
 
     def drop_event(self, event: int) -> None:
         self._call(self._runtime.eventDestroy, event)
@@ -188,7 +186,7 @@ class CudaDevice:
         self._call(self._runtime.eventRecord, event, stream)
 
     def is_done(self, event: int) -> bool:
-        status = self._call(self._runtime.eventQuery, event)
+        status: int = self._call(self._runtime.eventQuery, event)
         if status not in (0, _NOT_READY):
             raise DeviceError(f"cuda device {self.index}: earlier work failed with {status}")
         return status == 0
@@ -203,7 +201,7 @@ class CudaDevice:
     # ------------------------------------------------------------------ memory
 
     def allocate(self, length: int) -> int:
-        return self._call(self._runtime.malloc, length)
+        return int(self._call(self._runtime.malloc, length))
 
     def free(self, address: int) -> None:
         self._call(self._runtime.free, address)
@@ -235,7 +233,7 @@ class CudaDevice:
         return bytes(self._call(self._runtime.ipcGetMemHandle, address))
 
     def open_export(self, handle: bytes) -> int:
-        return self._call(self._runtime.ipcOpenMemHandle, handle, _IPC_LAZY_PEER_ACCESS)
+        return int(self._call(self._runtime.ipcOpenMemHandle, handle, _IPC_LAZY_PEER_ACCESS))
 
     def close_export(self, address: int) -> None:
         self._call(self._runtime.ipcCloseMemHandle, address)

@@ -1,0 +1,194 @@
+"""The transfer engine of a GPU: `TransferEngine` over a `kvstore.device.Device`.
+
+Primitives of `DeviceTransfers`: the verbs of `TransferEngine`, `pin` for a new arena, and
+`open`, which finds the device and measures it.
+
+A load of blocks that lie in pinned host memory is enqueued before `start_load` returns. What has to
+come from below, or to go through a bounce buffer, is enqueued by a background thread as it arrives:
+disk, host copy and device copy overlap, layer by layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from engine_adapter.lanes import Lanes
+from engine_adapter.loader import LOAD_THREADS
+from engine_adapter.transfer import (
+    LoadHandle,
+    LoadPlan,
+    PagedTarget,
+    SaveHandle,
+    SavePlan,
+)
+from engine_adapter.transfer_handles import DeviceLoad, DeviceSave, Nothing, Transfer
+from engine_adapter.transfer_moves import calibrated
+from engine_adapter.transfer_plan import Program, compiled
+from kvstore.client.inplace import granted_addresses
+from kvstore.device import open_device
+from kvstore.errors import DeviceError, InvalidRequest, KVStoreError, Overloaded
+from kvstore.types import ByteArray, IntArray
+
+PAUSE_SECONDS = 0.0002
+CLOSE_SECONDS = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A target seen before."""
+
+    target: PagedTarget
+    programs: tuple[Program, ...]
+    last: IntArray
+    """int64 [engine blocks]: number of the last transfer that touched each."""
+
+
+class DeviceTransfers:
+    """Thread-safe. `executor` runs what cannot be enqueued at once."""
+
+    def __init__(self, lanes: Lanes, executor: Executor) -> None:
+        self._lanes = lanes
+        self._executor = executor
+        self._targets: dict[int, _Known] = {}
+        self._running: dict[int, Transfer] = {}
+        self._numbers = count(1)
+        self._is_closed = False
+
+    @classmethod
+    def open(cls, index: int = 0) -> DeviceTransfers:
+        """On CUDA device `index`, measured. Raises ConfigError without a usable device."""
+        device = open_device(index)
+
+        def pause() -> None:
+            time.sleep(PAUSE_SECONDS)
+
+        lanes = Lanes(device, now=time.monotonic, pause=pause)
+        try:
+            lanes.choice = calibrated(device, list(lanes.mechanisms.values()), pause)
+        except DeviceError as error:
+            _log.warning("copies were not measured, copy engines do them all: %s", error)
+        return cls(lanes, ThreadPoolExecutor(LOAD_THREADS, "kvstore-transfer"))
+
+    def pin(self, regions: Sequence[ByteArray]) -> None:
+        """Reach this arena directly, region by region, from a background thread.
+
+        A new daemon life brings a new arena: the old one is let go of when nothing runs."""
+        with self._lanes.lock:
+            self._reap()
+            if not self._running:
+                self._lanes.pins.close()
+            self._lanes.pins.add(regions)
+        self._executor.submit(self._pin_all)
+
+    def _pin_all(self) -> None:
+        while not self._is_closed and self._lanes.pins.pin_next():
+            pass
+
+    # ------------------------------------------------------------------ verbs
+
+    def start_load(self, plan: LoadPlan, compute_stream: int) -> LoadHandle:
+        """See `TransferEngine`."""
+        known = self._checked(plan.target, plan.blocks)
+        if not len(plan.blocks):
+            return Nothing()
+        lanes = self._lanes
+        with lanes.lock:
+            self._follow(known, plan.blocks, compute_stream, lanes.load_stream)
+            load = DeviceLoad(lanes, plan, known.programs, compute_stream)
+            self._enlist(load, known, plan.blocks)
+        try:
+            if not load.advance(may_wait=False):
+                self._executor.submit(load.run)
+        except (KVStoreError, RuntimeError) as error:  # RuntimeError: the executor was shut down
+            load.fail(f"{type(error).__name__}: {error}")
+        return load
+
+    def start_save(self, plan: SavePlan, compute_stream: int) -> SaveHandle:
+        """See `TransferEngine`."""
+        known = self._checked(plan.target, plan.blocks)
+        if not len(plan.blocks):
+            return Nothing()
+        slots = granted_addresses(plan.reservation, plan.at)
+        lanes = self._lanes
+        with lanes.lock:
+            self._follow(known, plan.blocks, compute_stream, lanes.save_stream)
+            save = DeviceSave(lanes, plan, known.programs, slots)
+            self._enlist(save, known, plan.blocks)
+        try:
+            if not save.send_pinned():
+                self._executor.submit(save.run)
+        except (KVStoreError, RuntimeError) as error:
+            save.fail(f"{type(error).__name__}: {error}")
+        return save
+
+    def _checked(self, target: PagedTarget, blocks: IntArray) -> _Known:
+        if self._is_closed:
+            raise InvalidRequest("the transfer engine was closed")
+        if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= target.blocks):
+            raise InvalidRequest(f"transfer: a block is not one of the target's {target.blocks}")
+        known = self._targets.get(id(target))
+        if known is None:
+            last = np.zeros(target.blocks, np.int64)
+            known = self._targets[id(target)] = _Known(target, compiled(target), last)
+        return known
+
+    def _follow(self, known: _Known, blocks: IntArray, compute_stream: int, stream: int) -> None:
+        """After the compute stream's work up to here, and after transfers of the same blocks."""
+        self._reap()
+        for number in np.unique(known.last[blocks]).tolist():
+            other = self._running.get(number)
+            if other is None:
+                continue
+            if not other.is_closed:
+                raise Overloaded("an earlier transfer of these blocks is not enqueued as a whole")
+            self._lanes.device.wait(stream, other.end_event)
+        self._lanes.hand_over(compute_stream, stream)
+
+    def _enlist(self, transfer: Transfer, known: _Known, blocks: IntArray) -> None:
+        number = next(self._numbers)
+        self._running[number] = transfer
+        known.last[blocks] = number
+
+    def _reap(self) -> None:
+        ended = [number for number, transfer in self._running.items() if transfer.is_ended]
+        for number in ended:
+            del self._running[number]
+
+    # ------------------------------------------------------------------ state and end
+
+    def describe(self) -> dict[str, object]:
+        """See `TransferEngine`."""
+        with self._lanes.lock, suppress(DeviceError):
+            self._reap()
+        return {
+            "running": len(self._running),
+            "bytes_by_way": dict(self._lanes.bytes_by_way),
+            "is_measured": bool(self._lanes.choice.seconds),
+            **self._lanes.pins.describe(),
+        }
+
+    def close(self) -> None:
+        """See `TransferEngine`. What has not ended by then keeps its memory for good."""
+        self._is_closed = True
+        until = self._lanes.now() + CLOSE_SECONDS
+        for transfer in list(self._running.values()):
+            transfer.cancel()
+        is_done = all(
+            transfer.wait_ended(max(0.0, until - self._lanes.now()))
+            for transfer in list(self._running.values())
+        )
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if is_done:
+            self._lanes.close()
+        else:
+            _log.error("copies still run: pinned memory and streams are left to the process' end")

@@ -1,0 +1,178 @@
+"""What all transfers of one device share: two streams, events, mechanisms, pinned memory.
+
+Primitives of `Lanes`:
+  `enqueue`    pieces of pinned memory, by the mechanism that suits them
+  `bounced`    one lot through a pinned buffer, for memory that is not pinned
+  `Events`     a pool; an event is its taker's until given back
+`lock` guards everything here and every transfer's state; it is never held while waiting.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from threading import RLock
+
+import numpy as np
+
+from engine_adapter.pinning import BounceRing, PinnedArena
+from engine_adapter.transfer_moves import BatchCopies, Choice, KernelCopies, Mechanism, Tables
+from engine_adapter.transfer_plan import Pieces
+from kvstore.device import Device
+from kvstore.errors import DeviceError
+from kvstore.types import ByteArray
+
+Held = list[tuple[Mechanism, Tables]]
+
+
+class Events:
+    """Made on demand, never destroyed before `close`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        return self._free.pop() if self._free else self._device.make_event()
+
+    def give_back(self, event: int) -> None:
+        """Nobody will wait for, or ask about, what it means."""
+        self._free.append(event)
+
+    def close(self) -> None:
+        while self._free:
+            self._device.drop_event(self._free.pop())
+
+
+class Lanes:
+    """See the module. `now` and `pause` are a monotonic clock and a very short sleep."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        now: Callable[[], float],
+        pause: Callable[[], None],
+        choice: Choice | None = None,
+    ) -> None:
+        self.device = device
+        self.now = now
+        self.pause = pause
+        self.lock = RLock()
+        self.load_stream = device.make_stream()
+        self.save_stream = device.make_stream()
+        self.events = Events(device)
+        self.pins = PinnedArena(device)
+        self.ring = BounceRing(device)
+        self._kernel = KernelCopies(device, self.pins.pointers)
+        self.mechanisms: dict[str, Mechanism] = {
+            one.name: one for one in (BatchCopies(device), self._kernel)
+        }
+        self.choice = choice or Choice({})
+        self.bytes_by_way = dict.fromkeys((*self.mechanisms, "bounced"), 0)
+        self._in_flight: list[tuple[int, ByteArray]] = []
+        """Bounce buffers and the events after which they are free."""
+
+    def hand_over(self, compute_stream: int, stream: int) -> None:
+        """Later work of `stream` waits for what is enqueued on the compute stream by now."""
+        event = self.events.take()
+        self.device.record(event, compute_stream)
+        self.device.wait(stream, event)
+        # The wait is bound to this recording already: others may record the event anew.
+        self.events.give_back(event)
+
+    def enqueue(self, pieces: Pieces, to_device: bool, stream: int, held: Held) -> None:
+        """What `held` gains is given back by `let_go`, after the copies."""
+        name = self.choice.name_for(pieces, to_device)
+        mechanism = self.mechanisms[name]
+        tables = mechanism.enqueue(pieces, to_device, stream)
+        if tables:
+            held.append((mechanism, tables))
+        self.bytes_by_way[name] += pieces.total_bytes
+
+    def let_go(self, held: Held) -> None:
+        """The work that needed these has ended."""
+        for mechanism, tables in held:
+            mechanism.give_back(tables)
+        held.clear()
+
+    # ------------------------------------------------------------------ memory that is not pinned
+
+    def take_buffer(self, until: float) -> ByteArray | None:
+        """A bounce buffer, waiting for one up to `until`; call it without the lock."""
+        while True:
+            with self.lock:
+                self._reclaim()
+                buffer = self.ring.take()
+            if buffer is not None or self.now() >= until:
+                return buffer
+            self.pause()
+
+    def bounce_in(self, pieces: Pieces, buffer: ByteArray, stream: int, held: Held) -> None:
+        """One lot to the device; `buffer` holds its bytes already and is reclaimed later."""
+        self.enqueue(_through(pieces, buffer), True, stream, held)
+        self._count_bounced(pieces)
+        event = self.events.take()
+        self.device.record(event, stream)
+        self._in_flight.append((event, buffer))
+
+    def bounce_out(self, pieces: Pieces, buffer: ByteArray, stream: int, held: Held) -> int:
+        """One lot into `buffer`; the event after which its bytes are there is the caller's."""
+        self.enqueue(_through(pieces, buffer), False, stream, held)
+        self._count_bounced(pieces)
+        event = self.events.take()
+        self.device.record(event, stream)
+        return event
+
+    def _count_bounced(self, pieces: Pieces) -> None:
+        self.bytes_by_way["bounced"] += pieces.total_bytes
+
+    def _reclaim(self) -> None:
+        still: list[tuple[int, ByteArray]] = []
+        for event, buffer in self._in_flight:
+            if self.device.is_done(event):
+                self.events.give_back(event)
+                self.ring.give_back(buffer)
+            else:
+                still.append((event, buffer))
+        self._in_flight = still
+
+    def close(self) -> None:
+        """All transfers have ended. A device that fails by now keeps what it has."""
+        with suppress(DeviceError), self.lock:
+            self._reclaim()
+            self._kernel.close()
+            self.ring.close()
+            self.pins.close()
+            self.events.close()
+            self.device.drop_stream(self.load_stream)
+            self.device.drop_stream(self.save_stream)
+
+
+def _through(pieces: Pieces, buffer: ByteArray) -> Pieces:
+    """The same pieces, with the buffer in the slots' place: one after the other."""
+    at = np.cumsum(pieces.lengths) - pieces.lengths
+    return pieces._replace(host=np.uint64(buffer.ctypes.data) + at)
+
+
+def host_copies(pieces: Pieces, buffer: ByteArray) -> Iterator[tuple[int, int, int]]:
+    """(slot address, buffer address, bytes) of each piece of a lot."""
+    yield from zip(
+        pieces.host.tolist(),
+        _through(pieces, buffer).host.tolist(),
+        pieces.lengths.tolist(),
+        strict=True,
+    )
+
+
+def fill(pieces: Pieces, buffer: ByteArray) -> None:
+    """Slots -> buffer, by the processor."""
+    for slot, at, length in host_copies(pieces, buffer):
+        ctypes.memmove(at, slot, length)
+
+
+def spill(pieces: Pieces, buffer: ByteArray) -> None:
+    """Buffer -> slots, by the processor."""
+    for slot, at, length in host_copies(pieces, buffer):
+        ctypes.memmove(slot, at, length)

@@ -1,0 +1,197 @@
+"""The two ways to move many pieces at once, and which one for what.
+
+Primitives:
+  `Mechanism`      enqueues the copies of a list of pieces on a stream
+  `BatchCopies`    the copy engines: one call for all pieces
+  `KernelCopies`   a kernel of few blocks that reads tables of pieces
+  `Choice`         which mechanism, from times measured on this device by `calibrated`
+
+Copy engines leave the processors alone and win for long pieces, a kernel for short ones; where they
+meet depends on device, length and number, so it is measured. Never waits, except to calibrate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import product
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from engine_adapter.transfer_plan import Pieces
+from kvstore.device import Device, Order
+from kvstore.types import ByteArray, UIntArray
+
+KERNEL_BLOCKS = 12
+"""More processors than this are not taken from the engine."""
+KERNEL_THREADS = 256
+LENGTHS = tuple(1024 * kib for kib in (4, 16, 28, 64, 256))
+COUNTS = (16, 256, 2048)
+PROBE_BYTES = 32 << 20
+ROUNDS = 3
+
+Tables: TypeAlias = Sequence[ByteArray]
+"""Pinned memory that enqueued work still reads; given back after its event."""
+
+
+class Mechanism(Protocol):
+    """Called with pinned host memory only."""
+
+    name: str
+
+    def enqueue(self, pieces: Pieces, to_device: bool, stream: int) -> Tables:
+        """Raises DeviceError."""
+
+    def give_back(self, tables: Tables) -> None:
+        """The work that read them has ended."""
+
+
+class BatchCopies:
+    """See the module."""
+
+    name = "batch"
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def enqueue(self, pieces: Pieces, to_device: bool, stream: int) -> Tables:
+        """A load's sources are finished host bytes and may be read at once; a save's are not."""
+        ends = (pieces.device, pieces.host) if to_device else (pieces.host, pieces.device)
+        order = Order.ANY if to_device else Order.STREAM
+        self._device.copy_batch(*ends, pieces.lengths, order, stream)
+        return ()
+
+    def give_back(self, tables: Tables) -> None:
+        """It has none."""
+
+
+class KernelCopies:
+    """Tables lie in pinned memory, because the kernel reads them when it runs."""
+
+    name = "kernel"
+
+    def __init__(
+        self, device: Device, pointers: Callable[[UIntArray], UIntArray] | None = None
+    ) -> None:
+        """`pointers`: where kernels find the host addresses given; None: where the host does."""
+        self._device = device
+        self._pointers = pointers
+        self._kernel = device.make_kernel(source_of("copy_pieces"), "copy_pieces")
+        self._free: dict[int, list[ByteArray]] = {}
+
+    def enqueue(self, pieces: Pieces, to_device: bool, stream: int) -> Tables:
+        host = pieces.host if self._pointers is None else self._pointers(pieces.host)
+        count = len(pieces.lengths)
+        table = self._take(3 * 8 * count)
+        words = table[: 3 * 8 * count].view(np.uint64).reshape(3, count)
+        words[0], words[1] = (pieces.device, host) if to_device else (host, pieces.device)
+        words[2] = pieces.lengths
+        at = self._device.pointer_of(table.ctypes.data)
+        arguments = (at, at + 8 * count, at + 16 * count, count)
+        blocks = min(count, KERNEL_BLOCKS)
+        self._device.launch(self._kernel, blocks, KERNEL_THREADS, arguments, stream)
+        return (table,)
+
+    def give_back(self, tables: Tables) -> None:
+        for table in tables:
+            self._free.setdefault(len(table), []).append(table)
+
+    def _take(self, length: int) -> ByteArray:
+        size = 1 << max(length - 1, 4095).bit_length()
+        free = self._free.get(size)
+        return free.pop() if free else self._device.allocate_pinned(size)
+
+    def close(self) -> None:
+        """Let go of the tables that were given back."""
+        for tables in self._free.values():
+            for table in tables:
+                self._device.free_pinned(table)
+        self._free.clear()
+
+
+def source_of(name: str) -> str:
+    """A CUDA source that ships with this package."""
+    return (files("engine_adapter") / "kernels" / f"{name}.cu").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest mechanism a direction, piece length and number, as measured."""
+
+    seconds: Mapping[tuple[str, bool, int, int], float]
+    """(mechanism, to_device, length, count) -> seconds; nothing measured: copy engines."""
+
+    def name_for(self, pieces: Pieces, to_device: bool) -> str:
+        """Of the mechanism for these pieces: the nearest case that was measured decides."""
+        if not self.seconds:
+            return BatchCopies.name
+        count = len(pieces.lengths)
+        length = _nearest(LENGTHS, pieces.total_bytes / count)
+        times = {
+            name: seconds
+            for (name, direction, at, many), seconds in self.seconds.items()
+            if (direction, at, many) == (to_device, length, _nearest(COUNTS, count))
+        }
+        return min(times, key=lambda name: times[name])
+
+
+def _nearest(known: Sequence[int], value: float) -> int:
+    return min(known, key=lambda one: abs(np.log2(one) - np.log2(value)))
+
+
+def calibrated(
+    device: Device, mechanisms: Sequence[Mechanism], pause: Callable[[], None]
+) -> Choice:
+    """Measure every case on a stream of its own; about a second. Leaves nothing allocated.
+
+    Raises DeviceError, also when there is no memory for it.
+    """
+    host, there = device.allocate_pinned(PROBE_BYTES), device.allocate(PROBE_BYTES)
+    stream = device.make_stream()
+    events = [device.make_event(timed=True) for _ in range(2)]
+    seconds: dict[tuple[str, bool, int, int], float] = {}
+    try:
+        for mechanism, to_device, length, count in product(
+            mechanisms, (True, False), LENGTHS, COUNTS
+        ):
+            pieces = _probe(host.ctypes.data, there, length, count)
+            taken = [
+                _timed(device, mechanism, pieces, to_device, stream, events, pause)
+                for _ in range(ROUNDS)
+            ]
+            seconds[mechanism.name, to_device, length, count] = min(taken)
+    finally:
+        for event in events:
+            device.drop_event(event)
+        device.drop_stream(stream)
+        device.free(there)
+        device.free_pinned(host)
+    return Choice(seconds)
+
+
+def _probe(host: int, there: int, length: int, count: int) -> Pieces:
+    """Every second place, so that no two pieces join; places repeat when they run out."""
+    places = PROBE_BYTES // length
+    at = (np.arange(count, dtype=np.uint64) * np.uint64(2) % np.uint64(places)) * np.uint64(length)
+    lengths = np.full(count, length, np.uint64)
+    return Pieces(np.uint64(host) + at, np.uint64(there) + at, lengths)
+
+
+def _timed(
+    device: Device,
+    mechanism: Mechanism,
+    pieces: Pieces,
+    to_device: bool,
+    stream: int,
+    events: Sequence[int],
+    pause: Callable[[], None],
+) -> float:
+    device.record(events[0], stream)
+    tables = mechanism.enqueue(pieces, to_device, stream)
+    device.record(events[1], stream)
+    while not device.is_done(events[1]):
+        pause()
+    mechanism.give_back(tables)
+    return device.seconds_between(*events)

@@ -1,0 +1,155 @@
+"""From blocks and slots to the copies that move them: arithmetic on whole arrays.
+
+Primitives:
+  `Program`, `compiled`   a target's layers as offsets, worked out once
+  `placed`                a program times n blocks: the copies, neighbours joined
+  `Pieces`                copies between host and device, without a direction
+
+A program is one layer, or several that lie side by side in slot and target: a block's bytes then go
+in one copy. No loop here runs over blocks. Touches no memory but its own arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from engine_adapter.transfer import PagedTarget
+from kvstore.types import IntArray, UIntArray
+
+PROGRAM_BYTES = 256 << 10
+"""Layers that lie side by side are joined until a block's copy is so long: copy engines are at
+their best there, and shorter programs hide more of a load."""
+
+
+class Pieces(NamedTuple):
+    """uint64 [n] each: host addresses, device addresses, lengths in bytes."""
+
+    host: UIntArray
+    device: UIntArray
+    lengths: UIntArray
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    def take(self, which: slice | IntArray) -> Pieces:
+        return Pieces(self.host[which], self.device[which], self.lengths[which])
+
+
+class _Piece(NamedTuple):
+    """One copy of every block: from slot + `at` to `base` + block * `stride`."""
+
+    at: int
+    base: int
+    stride: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Consecutive layers that travel together, all in one part of the slot."""
+
+    first_layer: int
+    layers: int
+    part: int
+    at: UIntArray
+    """uint64 [pieces], with the next three: a block's copies."""
+    base: UIntArray
+    stride: UIntArray
+    length: UIntArray
+    block_bytes: int
+
+
+def compiled(target: PagedTarget) -> tuple[Program, ...]:
+    """The target's layers in order."""
+    parts = target.layout.parts
+    programs: list[tuple[int, int, int, list[_Piece]]] = []
+    for layer in range(target.layout.layers):
+        offset = target.layout.layer_offset(target.rank, layer)
+        part = next(p.index for p in parts if p.offset <= offset < p.offset + p.length)
+        pieces = list(_joined(_pieces(target, layer)))
+        if programs:
+            first, count, before, earlier = programs[-1]
+            both = list(_joined([*earlier, *pieces]))
+            if before == part and len(both) == 1 and both[0].length <= PROGRAM_BYTES:
+                programs[-1] = (first, count + 1, part, both)
+                continue
+        programs.append((layer, 1, part, pieces))
+    return tuple(_program(*program) for program in programs)
+
+
+def _program(first: int, count: int, part: int, pieces: Sequence[_Piece]) -> Program:
+    at, base, stride, length = np.array(pieces, np.uint64).T.copy()
+    return Program(first, count, part, at, base, stride, length, int(length.sum()))
+
+
+def _pieces(target: PagedTarget, layer: int) -> Iterator[_Piece]:
+    at = target.layout.layer_offset(target.rank, layer)
+    for plane in target.planes[layer]:
+        for row in range(plane.rows):
+            base = plane.address + row * plane.row_stride_bytes
+            yield _Piece(at, base, plane.block_stride_bytes, plane.row_bytes)
+            at += plane.row_bytes
+
+
+def _joined(pieces: Sequence[_Piece] | Iterator[_Piece]) -> Iterator[_Piece]:
+    """Neighbours in slot and block as one piece."""
+    last: _Piece | None = None
+    for piece in pieces:
+        if (
+            last is not None
+            and last.at + last.length == piece.at
+            and last.base + last.length == piece.base
+            and last.stride == piece.stride
+        ):
+            last = last._replace(length=last.length + piece.length)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+def placed(
+    program: Program, slots: UIntArray, blocks: IntArray, fences: UIntArray | None = None
+) -> Pieces:
+    """The copies for block `blocks[i]` and the slot at host address `slots[i]`.
+
+    Joined copies do not run across `fences`, ascending host addresses.
+    """
+    host = (slots[:, None] + program.at).ravel()
+    device = (blocks.astype(np.uint64)[:, None] * program.stride + program.base).ravel()
+    lengths = np.broadcast_to(program.length, (len(slots), len(program.length))).ravel()
+    if len(program.length) > 1 or program.length[0] != program.stride[0] or len(slots) < 2:
+        return Pieces(host, device, lengths)
+    length = program.length[0]
+    is_new = np.ones(len(host), np.bool_)
+    is_new[1:] = (host[1:] != host[:-1] + length) | (device[1:] != device[:-1] + length)
+    if fences is not None:
+        sides = np.searchsorted(fences, host, "right")
+        is_new[1:] |= sides[1:] != sides[:-1]
+    starts = np.flatnonzero(is_new)
+    runs = np.diff(starts, append=len(host)).astype(np.uint64)
+    return Pieces(host[starts], device[starts], runs * length)
+
+
+def portions(pieces: Pieces, most_bytes: int) -> Iterator[Pieces]:
+    """The same bytes in lots of at most `most_bytes`, longer pieces cut."""
+    most = np.uint64(most_bytes)
+    cuts = -(-pieces.lengths.astype(np.int64) // most_bytes)
+    which = np.repeat(np.arange(len(cuts)), cuts)
+    turn = np.arange(len(which)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+    start = turn.astype(np.uint64) * most
+    lengths = np.minimum(most, pieces.lengths[which] - start)
+    cut = Pieces(pieces.host[which] + start, pieces.device[which] + start, lengths)
+    ends = np.cumsum(lengths)
+    first, before = 0, np.uint64(0)
+    while first < len(ends):
+        stop = int(np.searchsorted(ends, before + most, "right"))
+        yield cut.take(slice(first, stop))
+        first, before = stop, ends[stop - 1]

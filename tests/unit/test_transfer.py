@@ -1,0 +1,302 @@
+"""Moving blocks: plans against plain loops, layouts there and back, pinning, random schedules."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.gpu_schedules import PLANTED, run_schedule, seeds_until_found
+from bench.gpu_world import Baton, RandomChoice, Reservation, Slots, Source, World
+from engine_adapter import pinning, transfer_moves
+from engine_adapter.device_transfer import DeviceTransfers
+from engine_adapter.lanes import Lanes
+from engine_adapter.loader import LoadFailed
+from engine_adapter.pinning import PinnedArena
+from engine_adapter.transfer import LoadPlan, PagedTarget, Plane, SavePlan, planes_of
+from engine_adapter.transfer_moves import Choice, calibrated
+from engine_adapter.transfer_plan import Pieces, compiled, placed, portions
+from kvstore.errors import DeviceError, InvalidRequest
+from kvstore.layout import BlockLayout
+from kvstore.testing.fake_device import FakeDevice
+from kvstore.types import ByteArray, IntArray
+
+LAYOUTS = ("kv,block,token,head,dim", "block,kv,token,head,dim", "block,head,kv,token,dim")
+
+
+def tensor(device: FakeDevice, shape: tuple[int, ...]) -> tuple[int, ByteArray]:
+    size = int(np.prod(shape))
+    address = device.allocate(size)
+    return address, device.bytes_at(address, size).reshape(shape)
+
+
+# ---------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("axes", LAYOUTS)
+@pytest.mark.parametrize(("heads", "tokens", "dim"), [(1, 1, 6), (2, 16, 8), (8, 3, 4), (4, 64, 2)])
+def test_a_block_goes_out_and_comes_back_element_by_element(
+    axes: str, heads: int, tokens: int, dim: int
+) -> None:
+    """One layer of each layout, out of every second block, into other blocks of a like tensor."""
+    device = FakeDevice(mood="eager")
+    sizes = {"kv": 2, "block": 6, "token": tokens, "head": heads, "dim": dim}
+    shape = tuple(sizes[axis] for axis in axes.split(","))
+    at, values = tensor(device, shape)
+    values[...] = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
+    back_at, back = tensor(device, shape)
+    layout = BlockLayout(tokens, 1, 2 * heads * tokens * dim)
+    slots = np.zeros((3, layout.slot_bytes), np.uint8)
+    addresses = slots.ctypes.data + np.arange(3, dtype=np.uint64) * np.uint64(layout.slot_bytes)
+    move(device, compiled(target_of(layout, at, values, axes)), addresses, [0, 2, 4], False)
+    move(device, compiled(target_of(layout, back_at, back, axes)), addresses, [5, 1, 3], True)
+    block = axes.split(",").index("block")
+    assert np.array_equal(np.take(back, [5, 1, 3], block), np.take(values, [0, 2, 4], block))
+    ordered = np.moveaxis(np.take(values, [0, 2, 4], block), block, 0).reshape(3, -1)
+    assert np.array_equal(slots[:, : layout.layer_bytes], ordered)
+
+
+def target_of(layout: BlockLayout, at: int, values: ByteArray, axes: str) -> PagedTarget:
+    planes = planes_of(at, values.shape, values.strides, axes, 1)
+    return PagedTarget(layout, (planes,), 6)
+
+
+def move(device: FakeDevice, programs: Any, slots: Any, blocks: list[int], load: bool) -> None:
+    for program in programs:
+        pieces = placed(program, slots, np.array(blocks))
+        for host, there, length in zip(*(column.tolist() for column in pieces), strict=True):
+            ends = (there, host) if load else (host, there)
+            device.copy(*ends, length, 0)
+
+
+def test_a_strided_tensor_is_read_as_it_lies() -> None:
+    device = FakeDevice(mood="eager")
+    at, memory = tensor(device, (4, 3, 8, 2, 5))
+    view = memory[:, :, :6].swapaxes(2, 3)  # a slice of a wider tensor, heads before tokens
+    planes = planes_of(at, view.shape, view.strides, "block,kv,head,token,dim", 1)
+    found = [
+        device.bytes_at(p.address + 2 * p.block_stride_bytes + r * p.row_stride_bytes, p.row_bytes)
+        for p in planes
+        for r in range(p.rows)
+    ]
+    assert np.array_equal(np.concatenate(found), view[2].ravel())
+
+
+def test_an_undeclared_or_ill_fitting_layout_is_refused() -> None:
+    for axes in ("kv,token,head,dim", "block,block,head,dim", "block,kv"):
+        with pytest.raises(InvalidRequest):
+            planes_of(0, (2, 2, 4, 4), (32, 16, 4, 1), axes, 1)
+    with pytest.raises(InvalidRequest, match="layer 0 has 8 bytes"):
+        PagedTarget(BlockLayout(4, 1, 16), ((Plane(0, 8, 8),),), 2)
+
+
+def test_neighbours_are_joined_and_fences_are_kept() -> None:
+    layout = BlockLayout(4, 2, 2048)
+    side_by_side = tuple((Plane(1 << 20 | n * 2048, 4096, 2048),) for n in range(2))
+    (program,) = compiled(PagedTarget(layout, side_by_side, 16))
+    slots = np.array([0, 4096, 8192, 40960, 49152], np.uint64)
+    joined = placed(program, slots, np.array([3, 4, 5, 6, 9]))
+    assert joined.lengths.tolist() == [3 * 4096, 4096, 4096]
+    fenced = placed(program, slots, np.array([3, 4, 5, 6, 9]), np.array([0, 8192], np.uint64))
+    assert fenced.lengths.tolist() == [2 * 4096, 4096, 4096, 4096]
+    assert joined.host.tolist() == [0, 40960, 49152]
+
+
+def test_layers_of_different_parts_never_travel_together() -> None:
+    layout = BlockLayout(4, 16, 4096)
+    planes = tuple((Plane(n * 4096, 65536, 4096),) for n in range(16))
+    programs = compiled(PagedTarget(layout, planes, 4))
+    assert [(p.first_layer, p.layers, p.part) for p in programs] == [
+        (part.layer_first, part.layer_count, part.index) for part in layout.parts
+    ]
+
+
+@pytest.mark.parametrize("most", [1, 7, 64, 10_000])
+def test_portions_are_the_same_bytes(most: int) -> None:
+    lengths = np.array([5, 64, 1, 200, 3], np.uint64)
+    starts = np.array([0, 100, 300, 1000, 5000], np.uint64)
+    lots = list(portions(Pieces(starts, starts + np.uint64(9), lengths), most))
+    assert all(lot.total_bytes <= most for lot in lots)
+    covered = [
+        (at + n, there + n)
+        for lot in lots
+        for at, there, length in zip(*(column.tolist() for column in lot), strict=True)
+        for n in range(length)
+    ]
+    assert covered == [
+        (at + n, at + 9 + n)
+        for at, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        for n in range(length)
+    ]
+
+
+# ---------------------------------------------------------------------- pinning
+
+
+def test_a_region_is_pinned_whole_or_not_at_all() -> None:
+    for failing in range(4):
+        device = FakeDevice(mood="eager")
+        device.fail_registrations = {failing}
+        pins, region = PinnedArena(device, 100), np.zeros(350, np.uint8)
+        pins.add([region])
+        assert pins.pin_next()
+        assert pins.describe()["pinned_bytes"] == 0
+        assert pins.failures
+        pins.add([np.zeros(50, np.uint8)])
+        assert pins.pin_next()
+        assert pins.describe()["pinned_bytes"] == 50
+        device.register(region.ctypes.data, 350)  # nothing of it was left registered
+
+
+def test_memory_that_cannot_be_unpinned_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(mood="eager")
+    pins, region = PinnedArena(device), np.zeros(64, np.uint8)
+    pins.add([region])
+    pins.pin_next()
+
+    def refuse(address: int) -> None:
+        raise DeviceError("refused")
+
+    monkeypatch.setattr(device, "unregister", refuse)
+    monkeypatch.setattr(pinning, "_never_unmapped", kept := [])
+    pins.close()
+    assert kept == [region]
+
+
+def test_a_region_can_come_again() -> None:
+    device, region = FakeDevice(mood="eager"), np.zeros(64, np.uint8)
+    pins = PinnedArena(device)
+    for _ in range(20):
+        pins.add([region])
+        pins.add([region])
+        assert pins.pin_next()
+        assert not pins.pin_next()
+        at = np.array([region.ctypes.data, region.ctypes.data + 60], np.uint64)
+        assert pins.is_pinned(at, np.array([64, 5], np.uint64)).tolist() == [True, False]
+        pins.close()
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+def world_of(seed: int) -> World:
+    world = World(seed)
+    while world.baton.step(world.chance):
+        pass
+    return world
+
+
+def source_of(world: World, count: int, missing: int = 0) -> Source:
+    return Source(world, world.take_slots(count), missing, arrives=True)
+
+
+def test_empty_plans_touch_no_device() -> None:
+    world = world_of(1)
+    before = world.device.calls
+    none: IntArray = np.zeros(0, np.int64)
+    load = world.transfers.start_load(LoadPlan(world.target, source_of(world, 0), none), 0)
+    reservation: Any = Reservation(world.arena, [])
+    save = world.transfers.start_save(SavePlan(world.target, reservation, none, none), 0)
+    load.wait_layer(0)
+    assert (load.confirm(), load.is_ended, save.is_ended, save.failure) == ("", True, True, "")
+    assert world.device.calls == before
+
+
+def test_ids_that_are_not_the_targets_are_refused() -> None:
+    world = world_of(1)
+    for blocks in ([-1], [12]):
+        plan = LoadPlan(world.target, source_of(world, 1), np.array(blocks))
+        with pytest.raises(InvalidRequest):
+            world.transfers.start_load(plan, world.compute)
+
+
+def test_a_stuck_stream_ends_in_a_deadline_and_the_blocks_stay_taken() -> None:
+    world = world_of(3)
+    world.device.hold(world.streams[0])
+    plan = LoadPlan(world.target, source_of(world, 2), np.array([1, 2]), 0, 0.5)
+    load = world.transfers.start_load(plan, world.compute)
+    assert load.confirm()
+    assert not load.wait_ended(1.0)
+    world.device.let_go(world.streams[0])
+    assert load.wait_ended(10.0)
+
+
+def test_a_device_that_failed_is_a_miss_and_never_an_end() -> None:
+    world = world_of(3)
+    plan = LoadPlan(world.target, source_of(world, 2), np.array([1, 2]), 0, 0.5)
+    load = world.transfers.start_load(plan, world.compute)
+    world.device._fault("an uncorrectable error")
+    with pytest.raises((LoadFailed, DeviceError)):
+        load.wait_layer(0)
+    assert load.confirm()
+    assert not load.is_ended
+    assert world.transfers.describe()["running"] == 1
+
+
+def test_closing_waits_for_copies_and_unpins() -> None:
+    world = world_of(4)
+    plan = LoadPlan(world.target, source_of(world, 2), np.array([1, 2]))
+    load = world.transfers.start_load(plan, world.compute)
+    world.transfers.close()
+    assert load.is_ended
+    assert world.device.error == ""
+    with pytest.raises(InvalidRequest):
+        world.transfers.start_load(plan, world.compute)
+
+
+def test_both_mechanisms_are_measured_and_the_faster_one_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer_moves, "COUNTS", (4, 16))
+    monkeypatch.setattr(transfer_moves, "LENGTHS", (4096, 65536))
+    monkeypatch.setattr(transfer_moves, "PROBE_BYTES", 1 << 21)
+    device = FakeDevice(mood="random")
+    lanes = Lanes(device, now=itertools.count().__next__, pause=lambda: device.advance(500))
+    cases = list(lanes.mechanisms.values())
+    before = device.memory()
+    choice = calibrated(device, cases, lanes.pause)
+    assert device.memory() == before
+    pieces = Pieces(*(np.full(64, 4096, np.uint64) for _ in range(3)))
+    name = choice.name_for(pieces, True)
+    other = next(one.name for one in cases if one.name != name)
+    assert choice.seconds[name, True, 4096, 16] <= choice.seconds[other, True, 4096, 16]
+    assert Choice({}).name_for(pieces, True) == "batch"
+
+
+def test_what_is_not_pinned_goes_through_buffers_and_says_so() -> None:
+    world = World(5)
+    world.device.fail_registrations = set(range(100))
+    arena = Slots(world.layout, 1)
+    arena.fill(3, 77)
+    device, baton = world.device, Baton()
+    lanes = Lanes(device, now=lambda: 0.0, pause=world.pause, choice=RandomChoice(world.chance))
+    transfers = DeviceTransfers(lanes, baton)
+    transfers.pin(arena.regions)
+    world.arena, world.baton = arena, baton
+    plan = LoadPlan(world.target, Source(world, [3], 0, arrives=True), np.array([5]))
+    load = transfers.start_load(plan, world.compute)
+    for layer in range(world.layout.layers):
+        load.wait_layer(layer)
+    assert load.confirm() == ""
+    for layer in range(world.layout.layers):
+        assert np.array_equal(world.read(5, layer), world.expected(77, layer))
+    told = transfers.describe()
+    assert told["pinned_bytes"] == 0
+    assert told["failures"]
+    assert told["bytes_by_way"]["bounced"] > 0  # type: ignore[index]
+
+
+# ---------------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize("first", range(0, 160, 20))
+def test_no_schedule_shows_a_wrong_byte(first: int) -> None:
+    for seed in range(first, first + 20):
+        assert run_schedule(seed) == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_ordering_bugs_show(bug: str) -> None:
+    assert seeds_until_found(bug, iter(range(500))) is not None
