@@ -71,7 +71,7 @@ format: $(STAMP)  ## let ruff format and sort
 proto: $(STAMP)  ## generate kvstore/rpc/*_pb2*.py from proto/
 	$(BIN)/python proto/generate.py
 
-docs: $(STAMP)  ## generate docs/configuration.md from kvstore/config.py
+docs: $(STAMP)  ## generate docs/configuration.md and docs/metrics.md from the code
 	$(BIN)/python docs/generate.py
 
 clean:  ## remove what was built; data directories stay

@@ -1,11 +1,36 @@
-"""Write docs/configuration.md from the declared settings (`make docs`; a test compares them)."""
+"""Write docs/configuration.md and docs/metrics.md from what is declared in the code.
+
+`make docs` runs it; tests compare the pages with the code.
+"""
 
 from pathlib import Path
 
 from kvstore.config import Config
+from kvstore.counters import Counters
+from kvstore.metrics import METRICS, Counted
 from kvstore.settings import Setting, section_help, settings, shown
 
-PAGE = Path(__file__).resolve().parent / "configuration.md"
+DOCS = Path(__file__).resolve().parent
+METRICS_HEAD = """\
+# Metrics
+
+<!-- Written by docs/generate.py from kvstore/metrics.py; do not edit by hand. -->
+
+`kvstore serve --set metrics.address=127.0.0.1:9464` serves Prometheus metrics at `/metrics`. Every
+series exists from the start, at 0. Counters only grow and start again with the process; rates and
+shares are the reader's business:
+
+* the share of prompt tokens that came from the store, the number to watch: `hit / (hit + missed)`
+  with hit = `sum(rate(kvstore_hit_tokens_total[5m]))` and
+  missed = `sum(rate(kvstore_missed_tokens_total[5m]))`
+* prefill seconds saved per second (an estimate, from prefill times that engines reported):
+  `rate(kvstore_saved_prefill_seconds_total[5m])`
+* wear: `rate(kvstore_host_to_nvme_bytes_total[1h])`
+
+A request hit rate is not among them on purpose: it says nothing about the work saved. What engines
+see (TTFT and ITL with and without a hit) is measured in the engines. A dashboard lies in
+`docker/grafana/`.
+"""
 HEAD = """\
 # Configuration
 
@@ -54,5 +79,22 @@ def row(setting: Setting) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def metrics_page() -> str:
+    """The page of metrics."""
+    values: dict[str, list[str]] = {}
+    for counter in Counters().snapshot():
+        key, _, label = counter.partition(":")
+        values.setdefault(key, []).append(f"`{label}`")
+    lines = [METRICS_HEAD, "| metric | kind | labels | meaning |", "|---|---|---|---|"]
+    for metric in METRICS:
+        label = f"`{metric.label}`" if metric.label else ""
+        if isinstance(metric, Counted) and metric.label:
+            label += ": " + ", ".join(values[metric.key])
+        name = f"`{metric.name}{'_total' if metric.kind == 'counter' else ''}`"
+        lines.append(f"| {name} | {metric.kind} | {label} | {metric.meaning} |")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    (DOCS / "configuration.md").write_text(page(), encoding="utf-8")
+    (DOCS / "metrics.md").write_text(metrics_page(), encoding="utf-8")

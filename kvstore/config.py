@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvstore.config_fields import OFF, is_address
 from kvstore.config_fields import Section as _Section
 from kvstore.config_fields import count as _count
 from kvstore.config_fields import number as _number
@@ -258,6 +259,18 @@ class PolicyConfig(_Section, frozen=True):
         return min((budget for budget in budgets if budget), default=0.0) / DAY_SECONDS
 
 
+class MetricsConfig(_Section, frozen=True):
+    """Prometheus metrics of the daemon, read-only, over HTTP."""
+
+    address: Annotated[
+        str,
+        _text(
+            "host:port to serve /metrics on; port 0 takes a free one. off: none. They name no "
+            "prompt and no key, but whoever reaches the address may read them."
+        ),
+    ] = OFF
+
+
 class Config(_Section, frozen=True):
     """The whole configuration. Whoever builds one by hand calls `validate`; `load` does."""
 
@@ -268,6 +281,7 @@ class Config(_Section, frozen=True):
     limits: LimitsConfig = LimitsConfig()
     policy: PolicyConfig = PolicyConfig()
     gateway: GatewayConfig = GatewayConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @property
     def arena_directory(self) -> Path:
@@ -328,6 +342,8 @@ def conflicts(config: Config) -> Iterator[tuple[str, str, str]]:
             "choose a shorter path",
         )
     yield from gateway_conflicts(config.gateway)
+    if not is_address(config.metrics.address):
+        yield "metrics.address", "is not host:port", "write 127.0.0.1:9464, [::1]:9464, or off"
     if host.group and not _has_group(host.group):
         yield "host.group", "there is no such group", "create it, or leave it empty"
     if not Path(host.directory).is_absolute():

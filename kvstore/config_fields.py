@@ -1,14 +1,25 @@
 """How a setting is declared: the kinds of values there are, with limits and a description.
 
-Primitives: `size`, `time`, `count`, `number`, `text`, `Section`.
+Primitives: `size`, `time`, `count`, `number`, `text`, `Section`; `is_address` for host:port.
 """
 
 from __future__ import annotations
+
+import re
 
 import msgspec
 from msgspec import Meta
 
 SIZE_BYTES_MAX = 1 << 50
+ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(\d{1,5})")
+"""host:port; the host of an IPv6 address in brackets."""
+OFF = "off"
+
+
+def is_address(address: str) -> bool:
+    """Whether it is host:port with a port that exists, or off."""
+    found = ADDRESS.fullmatch(address)
+    return address == OFF or (found is not None and int(found[2]) <= 65535)
 
 
 def size(description: str, least: int = 0) -> Meta:

@@ -6,17 +6,13 @@ Primitives: `GatewayConfig`, `gateway_conflicts`. No I/O.
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
 
-from kvstore.config_fields import Section, count, text, time
-
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(\d{1,5})")
-OFF = "off"
+from kvstore.config_fields import ADDRESS, OFF, Section, count, is_address, text, time
 
 
 class GatewayConfig(Section, frozen=True):
@@ -69,7 +65,7 @@ class GatewayConfig(Section, frozen=True):
     @property
     def is_loopback(self) -> bool:
         """Whether `address` can be reached from this machine only."""
-        found = _ADDRESS.fullmatch(self.address)
+        found = ADDRESS.fullmatch(self.address)
         host = found[1].strip("[]") if found else ""
         try:
             return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -79,8 +75,7 @@ class GatewayConfig(Section, frozen=True):
 
 def gateway_conflicts(gateway: GatewayConfig) -> Iterator[tuple[str, str, str]]:
     """(key, problem, way out) for settings of the gateway that cannot work together."""
-    found = _ADDRESS.fullmatch(gateway.address)
-    if gateway.address != OFF and (found is None or int(found[2]) > 65535):
+    if not is_address(gateway.address):
         yield "gateway.address", "is not host:port", "write 127.0.0.1:7420, [::1]:7420, or off"
     if gateway.address == OFF and gateway.socket == OFF:
         yield "gateway.address", "is off, and so is gateway.socket", "set one of them"

@@ -44,8 +44,11 @@ class Counters:
                 "late_commits",
                 "expired_reservations",
                 "suppressed_errors",
+                "saved_prefill_us",
                 *(f"hit_blocks:{tier}" for tier in TIERS),
+                *(f"hit_tokens:{tier}" for tier in TIERS),
                 *(f"missed_blocks:{reason}" for reason in MISS_REASONS),
+                *(f"missed_tokens:{reason}" for reason in MISS_REASONS),
                 *(f"dropped_blocks:{reason}" for reason in DROP_REASONS),
                 *(f"prefetch_blocks:{outcome}" for outcome in PREFETCH_OUTCOMES),
                 *(f"store_blocks:{outcome}" for outcome in STORE_OUTCOMES),
@@ -57,6 +60,20 @@ class Counters:
     def add(self, name: str, amount: int = 1) -> None:
         """Grow one counter; an unknown name is our bug (KeyError)."""
         self._values[name] += int(amount)
+
+    def looked_up(
+        self, block_tokens: int, asked: int, in_host: int, below: int, missed_reason: str
+    ) -> None:
+        """One look-up of `asked` blocks, of which so many were found."""
+        self.add("queries")
+        self.add("queried_blocks", asked)
+        for name, blocks in (
+            (f"hit_{{}}:{TIERS[Tier.HOST]}", in_host),
+            (f"hit_{{}}:{TIERS[Tier.NVME]}", below),
+            (f"missed_{{}}:{missed_reason}", asked - in_host - below),
+        ):
+            self.add(name.format("blocks"), blocks)
+            self.add(name.format("tokens"), blocks * block_tokens)
 
     def __getitem__(self, name: str) -> int:
         return self._values[name]

@@ -38,6 +38,7 @@ from kvstore.assembly import (
 )
 from kvstore.clock import Clock, SystemClock
 from kvstore.config import Config
+from kvstore.config_fields import OFF
 from kvstore.errors import InvariantViolated, KVStoreError
 from kvstore.logs import get_logger
 from kvstore.places import FileLock, remove_stale_socket
@@ -45,6 +46,7 @@ from kvstore.recovery import Recovered, recover
 from kvstore.rpc import control_pb2, control_pb2_grpc
 from kvstore.rpc.server import ControlServicer
 from kvstore.service import Service
+from kvstore.statistics import statistics_of
 from kvstore.store import Store
 from kvstore.tier.host import HostTier
 from kvstore.tier.nvme import NvmeTier
@@ -179,8 +181,17 @@ class Daemon:
             await self._server.start()
         finally:
             os.umask(mask)
+        if config.metrics.address != OFF:
+            self._serve_metrics(config.metrics.address)
         for name in ("", SERVICE_NAME):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def _serve_metrics(self, address: str) -> None:
+        from kvstore.metrics import MetricsServer
+
+        loop = asyncio.get_running_loop()
+        self._metrics = MetricsServer(address, loop, lambda: statistics_of(self.service))
+        self._log.info("metrics", address=f"{address.rpartition(':')[0]}:{self._metrics.port}")
 
     # ------------------------------------------------------------------ run and stop
 
@@ -223,6 +234,8 @@ class Daemon:
             if service.store.host is not None:
                 service.store.host.directory.close_boot()
             service.sessions.end_all()
+        if hasattr(self, "_metrics"):
+            await asyncio.to_thread(self._metrics.close)
         if hasattr(self, "_server"):
             await self._server.stop(1.0)
         for task in self._tasks:

@@ -51,7 +51,9 @@ class Prefetcher:
 
     def _below(self, rows: IntArray) -> IntArray:
         columns = self._store.catalog
-        below: IntArray = rows[(columns.host_state[rows] == ABSENT) & (columns.nvme_state[rows] == READY)]
+        below: IntArray = rows[
+            (columns.host_state[rows] == ABSENT) & (columns.nvme_state[rows] == READY)
+        ]
         return below
 
     def _enqueue(self, namespace: Namespace, rows: IntArray) -> int:

@@ -26,6 +26,7 @@ from kvstore.config import Config
 from kvstore.cost_file import CostKeeper
 from kvstore.costs import ModelSize
 from kvstore.errors import Draining, InvalidRequest, KVStoreError, LeaseError
+from kvstore.latency import Latencies
 from kvstore.laws import check_slices
 from kvstore.layout import BlockLayout
 from kvstore.logs import get_logger, tell_held_back
@@ -38,6 +39,7 @@ from kvstore.pins import Pins
 from kvstore.prefetch import Prefetcher
 from kvstore.promotion import BLOCKS, LoadOrder
 from kvstore.reservation_ends import ReservationEnds
+from kvstore.rpc.control_pb2 import DESCRIPTOR
 from kvstore.rpc.sessions import Session, Sessions
 from kvstore.scrub import Progress, Scrubber
 from kvstore.staging import Staging
@@ -57,6 +59,7 @@ from kvstore.writebehind import WriteBehind
 from kvstore.writes import WritePath
 
 Result = TypeVar("Result")
+VERBS = tuple(method.name for method in DESCRIPTOR.services_by_name["Control"].methods)
 TICK_SECONDS = 0.02
 SLOW_TICK_SECONDS = 0.5
 SLICES_SECONDS_MAX = 0.001
@@ -101,6 +104,7 @@ class Service:
         self.boot_id = boot_id
         self.fatal = on_fatal
         self.lag = LoopLag()
+        self.latencies = Latencies(VERBS)
         self.is_draining = False
         self._clock = clock
         self._workers = workers

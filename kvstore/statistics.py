@@ -42,5 +42,6 @@ def statistics_of(service: Service) -> dict[str, object]:
         ),
         "promotions_bytes_inflight": service.mover.bytes_inflight,
         "loop_lag": service.lag.statistics(),
+        "latencies": service.latencies.statistics(),
         "counters": store.counters.snapshot(),
     }

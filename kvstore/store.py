@@ -27,7 +27,7 @@ from kvstore.boundary import GroupReach, common_boundary
 from kvstore.catalog import ABSENT_ROW, Catalog
 from kvstore.config import Config
 from kvstore.costs import Costs
-from kvstore.counters import TIERS, Counters
+from kvstore.counters import Counters
 from kvstore.errors import InvalidRequest, check
 from kvstore.lease import LeaseTable, ReservationTable
 from kvstore.matching import GroupMatch, MatchResult
@@ -174,13 +174,18 @@ class Store:
         return rows[: int(astray.argmax())] if astray.any() else rows
 
     def _count_query(self, asked: int, group: GroupMatch, missed: str) -> None:
-        counters = self.counters
-        counters.add("queries")
-        counters.add("queried_blocks", asked)
         in_host = int(np.count_nonzero(self.catalog.host_state[group.rows] == READY))
-        counters.add(f"hit_blocks:{TIERS[Tier.HOST]}", in_host)
-        counters.add(f"hit_blocks:{TIERS[Tier.NVME]}", len(group.rows) - in_host)
-        counters.add(f"missed_blocks:{missed}", asked - len(group.rows))
+        tokens, below = group.namespace.layout.block_tokens, len(group.rows) - in_host
+        self.counters.looked_up(tokens, asked, in_host, below, missed)
+        self._count_saved(group.namespace, group.first, group.blocks)
+
+    def _count_saved(self, namespace: Namespace, first: int, last: int) -> None:
+        """Prefill of blocks [first, last), where engines told how long theirs takes."""
+        if self.costs.is_calibrated(namespace.index) and not namespace.window_tokens:
+            tokens = namespace.layout.block_tokens
+            cost = self.costs.prefill(namespace.index)
+            saved = cost.seconds(float(first * tokens), float(last * tokens))
+            self.counters.add("saved_prefill_us", round(float(saved) * 1e6))
 
     def exists(self, namespace: Namespace, names: bytes) -> tuple[int, ByteArray]:
         """(length of the readable prefix in blocks, uint8 bit mask a block: 1 << tier)."""
@@ -197,28 +202,27 @@ class Store:
         tiers: ByteArray = mask.astype(np.uint8)
         return tiers
 
-    def report(
-        self,
-        namespace: Namespace | None,
-        names: bytes,
-        missed_blocks: int,
-        hints: Sequence[TokenHint] = (),
-    ) -> None:
-        """Uses of blocks of `namespace` and misses of any, seen through the directory."""
-        rows = NO_ROWS if namespace is None else self.rows_of(namespace, names)
-        classes = None
-        if namespace is not None and hints:
-            classes = classes_of(hints, 0, len(rows), namespace.layout.block_tokens)
+    def report(self, namespace: Namespace, names: bytes, hints: Sequence[TokenHint] = ()) -> None:
+        """Uses of blocks of `namespace`, read through the directory."""
+        rows = self.rows_of(namespace, names)
+        classes = classes_of(hints, 0, len(rows), namespace.layout.block_tokens) if hints else None
         readable = self.is_readable(rows)
         rows, classes = rows[readable], None if classes is None else classes[readable]
-        self.counters.add("queries")
-        self.counters.add("queried_blocks", len(names) // FINGERPRINT_BYTES + missed_blocks)
-        self.counters.add("hit_blocks:host", len(names) // FINGERPRINT_BYTES)
-        self.counters.add("missed_blocks:absent", missed_blocks)
-        self.counters.add("reported_blocks", len(names) // FINGERPRINT_BYTES)
-        self.counters.add("reported_missed_blocks", missed_blocks)
+        self.counters.looked_up(
+            namespace.layout.block_tokens, len(readable), len(readable), 0, "absent"
+        )
+        self.counters.add("reported_blocks", len(readable))
         if len(rows):
+            first = int(self.catalog.depth[rows[0]])
+            self._count_saved(namespace, first, first + len(rows))
             self.uses.used(rows, len(readable), classes)
+
+    def report_missed(self, blocks: int, tokens: int) -> None:
+        """Blocks of any namespace that clients did not find, and asked nobody for."""
+        self.counters.add("queried_blocks", blocks)
+        self.counters.add("missed_blocks:absent", blocks)
+        self.counters.add("missed_tokens:absent", tokens)
+        self.counters.add("reported_missed_blocks", blocks)
 
     def apply_touches(self, now: float) -> None:
         """Let the policy see the uses that wait; called after replies went out."""

@@ -3,7 +3,7 @@
 Primitives of `Keeper`:
   `release(life, lease)`      leases that ended
   `report(life, id, names)`   uses seen through the directory; bounded, what does not fit is counted
-  `missed(life, blocks)`      blocks asked for and not found
+  `missed(blocks, tokens)`    asked for, not found, and asked nobody for
   `abort(life, reservation)`  reservations given back: the word that our copies into them ended
   `attend(task)`              something to look after every turn (slots kept in reserve)
   `wake()`                    look after it now
@@ -58,7 +58,7 @@ class Keeper:
         self._aborts: deque[tuple[Life, int]] = deque()
         self._uses: deque[tuple[Life, bytes, bytes]] = deque()
         self._waiting_blocks = 0
-        self._missed_blocks = 0
+        self._missed_blocks = self._missed_tokens = 0
         self._lock = threading.Lock()
         self.timings = Timings(session)
         self._attended: list[Attended] = [self.timings]
@@ -96,9 +96,10 @@ class Keeper:
         if not fits:
             self._session.tally.add(reports_dropped=blocks)
 
-    def missed(self, blocks: int) -> None:
+    def missed(self, blocks: int, tokens: int) -> None:
         with self._lock:
             self._missed_blocks += blocks
+            self._missed_tokens += tokens
 
     def close(self, timeout: float) -> None:
         """Send what is queued, then end."""
@@ -181,6 +182,7 @@ class Keeper:
         with self._lock:
             uses, self._waiting_blocks = _drained(self._uses), 0
             missed, self._missed_blocks = self._missed_blocks, 0
+            tokens, self._missed_tokens = self._missed_tokens, 0
         by_namespace: dict[bytes, list[bytes]] = {}
         for owner, namespace, names in uses:
             if owner is life:
@@ -194,7 +196,9 @@ class Keeper:
             for namespace, names in by_namespace.items()
         ]
         blocks = missed + sum(len(group.fingerprints) for group in groups) // FINGERPRINT_BYTES
-        request = pb.ReportRequest(client=life.client, used=groups, missed_blocks=missed)
+        request = pb.ReportRequest(
+            client=life.client, used=groups, missed_blocks=missed, missed_tokens=tokens
+        )
         try:
             self._session.call_until_closed("Report", request)
         except KVStoreError:
@@ -206,7 +210,7 @@ class Keeper:
         with self._lock:
             blocks = self._waiting_blocks + self._missed_blocks
             self._uses.clear()
-            self._waiting_blocks = self._missed_blocks = 0
+            self._waiting_blocks = self._missed_blocks = self._missed_tokens = 0
         self._session.tally.add(reports_dropped=blocks)
 
 

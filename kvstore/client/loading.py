@@ -109,12 +109,12 @@ class Loader:
         if found is not None and have == wanted:
             return self._reported(order, self._copy_found(order, found))
         if found is not None and self._ends_here(order, have):
-            self._keeper.missed(wanted - have)
+            self._missed(wanted - have)
             return self._reported(order, self._copy_found(order, found, ABSENT))
         try:
             lease = self._lease_for(order)
         except KVStoreError as error:
-            self._keeper.missed(wanted - have)
+            self._missed(wanted - have)
             if found is None:
                 return LoadResult(0, reason=reason_of(error))
             return self._reported(order, self._copy_found(order, found, reason_of(error)))
@@ -122,6 +122,9 @@ class Loader:
             if found is not None and lease.blocks <= order.start + have:
                 return self._copy_found(order, found, lease.reason or ABSENT)
             return self._load_leased(order, lease)
+
+    def _missed(self, blocks: int) -> None:
+        self._keeper.missed(blocks, blocks * self._layout.block_tokens)
 
     def _reported(self, order: Order, result: LoadResult) -> LoadResult:
         """The daemon saw nothing of this load; tell it what was used.

@@ -200,7 +200,7 @@ class NamespaceHandle:
             return ReadLease(self._session, self._keeper, None, reason=attached)
         life, declared = attached
         if self._is_nowhere(life, declared, joined):
-            self._keeper.missed(len(names))
+            self._keeper.missed(len(names), len(names) * self.layout.block_tokens)
             return ReadLease(self._session, self._keeper, None, reason=ABSENT)
         try:
             extra = Asking(ability, tuple(hints), begin_load=ability is not None)

@@ -21,7 +21,8 @@ from grpc_reflection.v1alpha import reflection
 
 from kvstore.client import KVClient
 from kvstore.config import Config
-from kvstore.config_gateway import OFF, GatewayConfig
+from kvstore.config_fields import OFF
+from kvstore.config_gateway import GatewayConfig
 from kvstore.errors import ConfigError
 from kvstore.gateway.access import Access
 from kvstore.gateway.servicer import SERVICE_NAME, BlocksServicer, handlers

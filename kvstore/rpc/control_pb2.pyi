@@ -338,18 +338,20 @@ class RenewReply(_message.Message):
     def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("client", "used", "missed_blocks", "prefills", "copies")
+    __slots__ = ("client", "used", "missed_blocks", "prefills", "copies", "missed_tokens")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     MISSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PREFILLS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    MISSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     client: int
     used: _containers.RepeatedCompositeFieldContainer[Group]
     missed_blocks: int
     prefills: _containers.RepeatedCompositeFieldContainer[PrefillTime]
     copies: _containers.RepeatedCompositeFieldContainer[CopyTime]
-    def __init__(self, client: _Optional[int] = ..., used: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., missed_blocks: _Optional[int] = ..., prefills: _Optional[_Iterable[_Union[PrefillTime, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[CopyTime, _Mapping]]] = ...) -> None: ...
+    missed_tokens: int
+    def __init__(self, client: _Optional[int] = ..., used: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., missed_blocks: _Optional[int] = ..., prefills: _Optional[_Iterable[_Union[PrefillTime, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[CopyTime, _Mapping]]] = ..., missed_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillTime(_message.Message):
     __slots__ = ("namespace", "start_tokens", "end_tokens", "seconds")

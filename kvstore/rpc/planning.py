@@ -77,9 +77,8 @@ class PlanningVerbs(Verbs):
             raise InvalidRequest(f"report: more than {TIMES_MAX} measurements in one call")
         told = {time.namespace: store.namespaces.get(time.namespace) for time in request.prefills}
         for (namespace, names), group in zip(used, request.used, strict=True):
-            store.report(namespace, names, 0, _hints(group.hints))
-        if request.missed_blocks:
-            store.report(None, b"", request.missed_blocks)
+            store.report(namespace, names, _hints(group.hints))
+        store.report_missed(request.missed_blocks, request.missed_tokens)
         for time in request.prefills:
             if time.end_tokens < TOKENS_MAX and _is_duration(time.seconds):
                 index = told[time.namespace].index

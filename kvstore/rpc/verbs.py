@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -38,6 +39,7 @@ def unary(method: Callable[..., Awaitable[Any]]) -> Any:
 
     @functools.wraps(method)
     async def wrapped(self: Verbs, request: Any, context: Any) -> Any:
+        start = time.perf_counter()
         try:
             self.service.check_admission()
             return await method(self, request, context)
@@ -48,6 +50,8 @@ def unary(method: Callable[..., Awaitable[Any]]) -> Any:
         except BaseException as error:
             self.service.fatal(error)
             raise
+        finally:
+            self.service.latencies.observe(method.__name__, time.perf_counter() - start)
 
     return wrapped
 
@@ -69,6 +73,7 @@ def streaming(method: Callable[..., AsyncIterator[Any]]) -> Any:
 
     @functools.wraps(method)
     async def wrapped(self: Verbs, request: Any, context: Any) -> AsyncIterator[Any]:
+        start = time.perf_counter()
         try:
             self.service.check_admission()
             async for reply in method(self, request, context):
@@ -80,5 +85,7 @@ def streaming(method: Callable[..., AsyncIterator[Any]]) -> Any:
         except BaseException as error:
             self.service.fatal(error)
             raise
+        finally:
+            self.service.latencies.observe(method.__name__, time.perf_counter() - start)
 
     return wrapped

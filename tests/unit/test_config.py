@@ -316,6 +316,9 @@ def test_printed_defaults_read_back(tmp_path: Path) -> None:
     assert tomllib.loads(as_toml())["host"]["slab_bytes"] == 0
 
 
-def test_the_documentation_page_is_up_to_date() -> None:
-    page = runpy.run_path(str(ROOT / "docs/generate.py"))["page"]()
-    assert (ROOT / "docs/configuration.md").read_text() == page, "run `make docs`"
+@pytest.mark.parametrize(
+    ("made_by", "name"), [("page", "configuration.md"), ("metrics_page", "metrics.md")]
+)
+def test_generated_pages_are_up_to_date(made_by: str, name: str) -> None:
+    page = runpy.run_path(str(ROOT / "docs/generate.py"))[made_by]()
+    assert (ROOT / "docs" / name).read_text() == page, "run `make docs`"
