@@ -22,6 +22,7 @@ from kvstore.clock import Clock
 from kvstore.config import Config
 from kvstore.costs import Costs
 from kvstore.directory import DirectoryWriter, filter_counters, header_bytes
+from kvstore.elastic import Elastic, Pressure
 from kvstore.lease import LeaseTable, ReservationTable
 from kvstore.mover import Mover
 from kvstore.namespaces import NamespaceTable
@@ -140,6 +141,9 @@ def make_store(
     )
 
 
+PRESSURE_FILE = Path("/proc/pressure/memory")
+
+
 @dataclass(frozen=True)
 class Workers:
     """Where bytes move: one executor a kind of work, so that one kind never waits for another."""
@@ -183,6 +187,7 @@ def make_service(
         nvme_room,
         Scrubber(store, workers.help),
         sessions,
+        Elastic(store, room, Pressure(PRESSURE_FILE, config.host.pressure_percent_max)),
         workers.help,
         boot_id,
         on_fatal,

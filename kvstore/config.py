@@ -113,6 +113,15 @@ class HostConfig(_Section, frozen=True):
     staging_slots_min: Annotated[
         int, _count("Fewest slots of each block size kept for loads from NVMe.", 1, 65536)
     ] = 16
+    pressure_percent_max: Annotated[
+        float,
+        Meta(
+            description="Memory is given back while the kernel reports more pressure (avg10 of "
+            "/proc/pressure/memory), and taken again later. 0: never.",
+            ge=0.0,
+            le=100.0,
+        ),
+    ] = 0.0
     verify: Annotated[
         bool,
         Meta(

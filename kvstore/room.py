@@ -19,6 +19,8 @@ EMPTY_ROWS_MAX = 128
 """Blocks of a given-up slab that leave in one step."""
 LOOK_ROWS_MAX = 8192
 """Blocks one search for a slab looks at; the next one goes on behind them."""
+SHED_LOOK_SLABS = 16
+"""Slabs compared before one is given up for good."""
 LOOK_PAUSE_SECONDS = 0.02
 """Pause after a search that found no slab worth less."""
 
@@ -101,6 +103,25 @@ class Room:
         self._store.host_tier.pool.close_slab(best)
         self._emptying = best
         return True
+
+    def shed_slab(self, now: float) -> bool:
+        """Go on emptying the slab of least value among all; False when none can be emptied now."""
+        pool = self._store.host_tier.pool
+        if self._emptying is None:
+            slabs = [int(slab) for size in pool.classes() for slab in pool.slabs_of_class(size)]
+            start = self._look_from % max(len(slabs), 1)
+            values = {
+                slab: self._value_of(rows, now)
+                for slab in (slabs[start:] + slabs[:start])[:SHED_LOOK_SLABS]
+                if (rows := self._leaving(slab)) is not None
+            }
+            self._look_from += SHED_LOOK_SLABS
+            if not values:
+                return False
+            self._emptying = min(values, key=lambda slab: values[slab])
+            pool.close_slab(self._emptying)
+        before = self._emptying
+        return self._empty_some(now) or self._emptying == before
 
     def _donors(self, slot_bytes: int) -> list[int]:
         """Slabs of the sizes that have more than their share, if `slot_bytes` has less."""

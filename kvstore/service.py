@@ -25,6 +25,7 @@ from kvstore.clock import Clock
 from kvstore.config import Config
 from kvstore.cost_file import CostKeeper
 from kvstore.costs import ModelSize
+from kvstore.elastic import Elastic
 from kvstore.errors import Draining, InvalidRequest, KVStoreError, LeaseError
 from kvstore.latency import Latencies
 from kvstore.laws import check_slices
@@ -83,6 +84,7 @@ class Service:
         nvme_room: NvmeRoom | None,
         scrubber: Scrubber,
         sessions: Sessions,
+        elastic: Elastic,
         workers: Executor,
         boot_id: int,
         on_fatal: Callable[[BaseException], None],
@@ -96,6 +98,7 @@ class Service:
         self.nvme_room = nvme_room
         self.scrubber = scrubber
         self.sessions = sessions
+        self.elastic = elastic
         self.pins = Pins(store, config.limits)
         self.staging = Staging(store)
         self.prefetcher = Prefetcher(store)
@@ -286,28 +289,10 @@ class Service:
             reservation,
             parent,
             names,
-            self._slots_at(reserved.slots, offsets),
+            self.store.host_tier.slots_at(reserved.slots, offsets),
             range(ranks) if rank is None else range(rank, rank + 1),
             end,
         )
-
-    def _slots_at(self, reserved: IntArray, offsets: UIntArray) -> IntArray:
-        """Slots of a reservation by byte offset. Raises InvalidRequest for an offset it does not
-        hold.
-        """
-        by_offset = dict(
-            zip(
-                self.store.host_tier.pool.offsets_of(reserved).tolist(),
-                reserved.tolist(),
-                strict=True,
-            )
-        )
-        try:
-            return np.array([by_offset[offset] for offset in offsets.tolist()], np.int64)
-        except KeyError as error:
-            raise InvalidRequest(
-                f"commit: no slot of this reservation lies at offset {error.args[0]}"
-            ) from error
 
     async def flush(self, namespace: Namespace, names: bytes, deadline: float) -> BoolArray:
         """Which blocks are durable by the deadline; without an NVMe tier none is."""
@@ -362,6 +347,7 @@ class Service:
             self.ends.expire(now)
             self.pins.tend(now)
             self._work_in_slices(now)
+            self.elastic.turn(now)
             self.store.costs.refresh()
             if not self.mover.is_busy and (step := self.prefetcher.next(now)) is not None:
                 self.load_soon([step])

@@ -252,6 +252,10 @@ class SlabPool:
         check(self._slab_state[slab] == _SLAB_FREE, "retiring a slab that is not free", slab=slab)
         self._slab_state[slab] = _SLAB_RETIRED
 
+    def free_slab(self) -> int:
+        """The last slab of no class; -1 if there is none."""
+        return self._slab_state.rfind(_SLAB_FREE)
+
     def restore_slab(self, slab: int) -> None:
         """Bring a retired slab back into the pool."""
         check(self._slab_state[slab] == _SLAB_RETIRED, "restoring a slab in service", slab=slab)

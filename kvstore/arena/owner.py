@@ -171,6 +171,16 @@ class Arena:
         """Writable uint8[length] at byte `offset` of all regions, inside one of them."""
         return view_of(self._arrays, self.region_bytes, offset, length)
 
+    def discard(self, offset: int, length: int) -> bool:
+        """Give memory that nobody uses back to the system, inside one region; whether it went."""
+        number, start = divmod(offset, self.region_bytes)
+        return not self._regions[number].discard(start, length)
+
+    def populate(self, offset: int, length: int) -> bool:
+        """Take such memory again; False when the system has too little."""
+        number, start = divmod(offset, self.region_bytes)
+        return not self._regions[number].populate(start, length)
+
     # ---------------------------------------------------------------- clients
 
     @property

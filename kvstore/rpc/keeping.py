@@ -20,7 +20,7 @@ PIN_SECONDS_MAX = 7 * 86400.0
 
 
 class KeepingVerbs(Verbs):
-    """Flush, Delete, Clear, Pin, Unpin, List."""
+    """Flush, Delete, Clear, Pin, Unpin, List, Resize."""
 
     @unary
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:
@@ -66,6 +66,12 @@ class KeepingVerbs(Verbs):
         self.service.store.namespaces.get(request.namespace)
         names = self._names(request.fingerprints, "fingerprints", BLOCKS_PER_CALL_MAX)
         return pb.UnpinReply(unpinned=self.service.pins.unpin(tenant, names))
+
+    @unary
+    async def Resize(self, request: pb.ResizeRequest, context: Any) -> pb.ResizeReply:
+        elastic = self.service.elastic
+        target = elastic.resize(request.host_bytes)
+        return pb.ResizeReply(host_bytes=target, host_bytes_used=elastic.filled_bytes)
 
     @unary
     async def List(self, request: pb.ListRequest, context: Any) -> pb.ListReply:

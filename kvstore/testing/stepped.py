@@ -59,6 +59,13 @@ class MemoryArena(Arena):
     def collapse_next(self) -> bool:
         return False
 
+    def discard(self, offset: int, length: int) -> bool:
+        self.memory[offset : offset + length] = 0
+        return True
+
+    def populate(self, offset: int, length: int) -> bool:
+        return True
+
     def statistics(self) -> ArenaStatistics:
         return ArenaStatistics(len(self.memory), len(self.header_memory), 1, 0, 0, 0, 0, "")
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.arena import Arena
 from kvstore.directory import DirectoryWriter
+from kvstore.errors import InvalidRequest
 from kvstore.layout import align_up
 from kvstore.slab import SlabPool
 from kvstore.tier.base import Slots
@@ -84,6 +85,16 @@ class HostTier:
         if len(slots):
             self.retract(slots)
             self.pool.free(slots)
+
+    def slots_at(self, held: IntArray, offsets: UIntArray) -> IntArray:
+        """Which of the slots `held` lie at these byte offsets. Raises InvalidRequest for others."""
+        at = dict(zip(self.pool.offsets_of(held).tolist(), held.tolist(), strict=True))
+        try:
+            return np.array([at[offset] for offset in offsets.tolist()], np.int64)
+        except KeyError as error:
+            raise InvalidRequest(
+                f"commit: no slot of this reservation lies at offset {error.args[0]}"
+            ) from error
 
     def generations(self, slots: IntArray) -> UIntArray:
         """Even while READY, uint64[n]."""

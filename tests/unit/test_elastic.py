@@ -1,0 +1,120 @@
+"""The host tier gives memory back and takes it again while it serves; leased blocks stay."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_kit import LAYOUT, on_nvme_only, tokens
+
+from kvstore.arena import Arena
+from kvstore.elastic import GROW_AFTER_SECONDS, Elastic, Pressure
+from kvstore.rpc import control_pb2 as pb
+
+
+@pytest.fixture
+def full(make_harness):
+    """128 blocks in 16 slabs, all durable."""
+    harness = make_harness({"host.staging_slots_min": 1, "host.staging_share": 0.0})
+    space, engine = harness.declare("a", LAYOUT), harness.engine()
+    chains = [harness.chain(space, tokens(10, seed=seed)) for seed in range(12)]
+    for chain in chains:
+        harness.wait(engine.store(space, chain))
+    harness.settle()
+    return harness, space, engine, chains
+
+
+def resize(harness, engine, count_bytes):
+    return harness.wait(engine.call("Resize", pb.ResizeRequest(host_bytes=count_bytes)))
+
+
+def filled(harness):
+    return harness.service.elastic.filled_bytes
+
+
+def test_it_shrinks_to_what_is_asked_and_still_serves(full):
+    harness, space, engine, chains = full
+    pool = harness.store.host_tier.pool
+    target = resize(harness, engine, 4 * pool.slab_bytes).host_bytes
+    assert target == 4 * pool.slab_bytes
+    harness.sleep(2.0)
+    assert filled(harness) == target
+    harness.check()
+    loaded = [harness.wait(engine.load([(space, chain)])) for chain in chains]
+    assert loaded == [[10]] * len(chains)
+    assert pool.statistics().slabs_retired == pool.slabs - 4
+
+
+def test_what_it_gave_back_it_takes_again(full):
+    harness, space, engine, chains = full
+    everything = harness.store.host_tier.pool.slabs * harness.store.host_tier.pool.slab_bytes
+    resize(harness, engine, 1)
+    harness.sleep(2.0)
+    assert filled(harness) == harness.store.host_tier.pool.slab_bytes
+    assert resize(harness, engine, 0).host_bytes == everything
+    harness.sleep(1.0)
+    assert filled(harness) == everything
+    for chain in chains:
+        on_nvme_only(harness, space, chain, engine)
+        assert harness.wait(engine.load([(space, chain)])) == [10]
+
+
+def test_leased_blocks_stay_until_their_lease_ends(full):
+    harness, space, engine, chains = full
+    lease = harness.wait(engine.match([(space, chains[-1])]))
+    harness.wait(engine.bring_up(lease))
+    resize(harness, engine, 1)
+    harness.sleep(1.0)
+    assert harness.wait(engine.read_directory(space, chains[-1])) == 10
+    held = filled(harness)
+    assert held > harness.store.host_tier.pool.slab_bytes
+    harness.wait(engine.release(lease))
+    harness.sleep(1.0)
+    assert filled(harness) == harness.store.host_tier.pool.slab_bytes < held
+
+
+def test_pressure_shrinks_it_and_calm_lets_it_grow(full, tmp_path):
+    harness, *_ = full
+    told = tmp_path / "memory"
+    elastic = Elastic(harness.store, harness.service.writes._room, Pressure(told, 10.0))
+    before = elastic.filled_bytes
+
+    def after(now: float, percent: str) -> int:
+        told.write_text(f"some avg10={percent} avg60=0.00 avg300=0.00 total=1\nfull avg10=0.00\n")
+        for _ in range(20):
+            harness.call(elastic.turn, now)
+        return elastic.filled_bytes
+
+    first = after(100.0, "25.00")
+    assert first < before
+    second = after(102.0, "25.00")
+    assert second < first
+    assert after(104.0, "0.00") == second
+    assert second < after(104.0 + GROW_AFTER_SECONDS, "0.00") <= before
+    told.unlink()
+    assert Pressure(told, 10.0).percent() == 0.0
+
+
+def test_memory_goes_back_to_the_system_and_comes_again(tmp_path):
+    base = "/dev/shm" if os.path.isdir("/dev/shm") else str(tmp_path)
+    arena = Arena.create(
+        Path(base) / f"kvstore-elastic-{os.getpid()}",
+        bytes_total=8 << 20,
+        region_bytes=4 << 20,
+        header_bytes=4096,
+    )
+    try:
+        [path] = [p for p in arena.directory.iterdir() if p.name == "region-0001"]
+        view = arena.view(4 << 20, 4 << 20)
+        view[:] = 7
+        used = path.stat().st_blocks
+        assert arena.discard(6 << 20, 2 << 20)
+        assert path.stat().st_blocks <= used - (1 << 20) // 512
+        assert arena.populate(6 << 20, 2 << 20)
+        assert path.stat().st_blocks == used
+        assert (view[: 2 << 20] == 7).all()
+        assert not np.any(view[2 << 20 :])
+    finally:
+        arena.close()
