@@ -30,7 +30,7 @@ from kvstore.nvme_room import NvmeRoom
 from kvstore.places import FileLock
 from kvstore.policies import make_policy
 from kvstore.policies.costs import BlockCosts
-from kvstore.policies.wear import WearPrice
+from kvstore.policies.wear import WearPrice, bytes_per_second
 from kvstore.policy import VictimPicker
 from kvstore.reservation_ends import ReservationEnds
 from kvstore.room import Room
@@ -120,7 +120,11 @@ def make_store(
     namespaces = NamespaceTable(config.limits.namespaces_max)
     costs = Costs()
     block_costs = BlockCosts(catalog, costs, namespaces.block_tokens)
-    wear = WearPrice(config.policy.write_bytes_per_second(config.nvme.bytes_max))
+    budget = bytes_per_second(
+        config.policy.drive_writes_per_day,
+        config.policy.write_bytes_per_day,
+        config.nvme.bytes_max,
+    )
     return Store(
         config=config,
         catalog=catalog,
@@ -135,7 +139,7 @@ def make_store(
         ),
         namespaces=namespaces,
         costs=costs,
-        policy=make_policy(config.policy.name, catalog, block_costs, wear),
+        policy=make_policy(config.policy.name, catalog, block_costs, WearPrice(budget)),
         host=host,
         nvme=nvme,
     )

@@ -31,7 +31,6 @@ from kvstore.config_gateway import GatewayConfig, gateway_conflicts
 from kvstore.types import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvstore.units import GIB, KIB, MIB, format_bytes
 
-DAY_SECONDS = 86400.0
 SOCKET_PATH_BYTES_MAX = 107
 """What the kernel's sockaddr_un holds, less its closing zero."""
 
@@ -262,10 +261,17 @@ class PolicyConfig(_Section, frozen=True):
         int, _size("The same in bytes; the smaller of the two counts. 0: no budget.")
     ] = 0
 
-    def write_bytes_per_second(self, nvme_bytes: int) -> float:
-        """What both budgets come to; 0: none."""
-        budgets = (self.drive_writes_per_day * nvme_bytes, float(self.write_bytes_per_day))
-        return min((budget for budget in budgets if budget), default=0.0) / DAY_SECONDS
+
+class MetricsConfig(_Section, frozen=True):
+    """Prometheus metrics of the daemon, read-only, over HTTP."""
+
+    address: Annotated[
+        str,
+        _text(
+            "host:port to serve /metrics on; port 0 takes a free one. off: none. They name no "
+            "prompt and no key, but whoever reaches the address may read them."
+        ),
+    ] = OFF
 
 
 class MetricsConfig(_Section, frozen=True):

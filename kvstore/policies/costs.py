@@ -25,16 +25,12 @@ class BlockCosts:
         self._byte_seconds: dict[Tier, float] = {}
         self.refresh()
 
-    @property
-    def nbytes(self) -> int:
-        return self._first.nbytes + self._each.nbytes
-
-    def refresh(self) -> None:
-        """Take the beliefs as they are now."""
+    def refresh(self) -> bool:
+        """Take the beliefs as they are now; whether they are others than before."""
         known = int(np.count_nonzero(self.block_tokens))
-        self._first, self._each = np.zeros((2, known + 1))
-        for index in range(known + 1):
-            tokens = float(self.block_tokens[index]) if index < known else 1.0
+        before = (self._first.tolist(), self._each.tolist())
+        self._first, self._each = np.zeros((2, known))
+        for index, tokens in enumerate(self.block_tokens[:known].astype(np.float64).tolist()):
             cost = self._costs.prefill(index)
             self._first[index] = cost.seconds(0.0, tokens)
             # Linear in the depth: each block before costs so much more.
@@ -42,19 +38,19 @@ class BlockCosts:
         for tier in (Tier.HOST, Tier.NVME):
             link = self._costs.link(tier)
             self._byte_seconds[tier] = link.seconds_per_byte + link.decode_seconds_per_byte
+        return before != (self._first.tolist(), self._each.tolist())
 
     def recompute_seconds(self, rows: IntArray) -> FloatArray:
         """To prefill each block, its prefix being there, float64[n]."""
-        namespaces = np.minimum(self._catalog.namespace[rows], len(self._first) - 1)
-        depths = self._catalog.depth[rows]
+        namespaces, depths = self._catalog.namespace[rows], self._catalog.depth[rows]
+        if namespaces.max(initial=0) >= self._first.size:
+            self.refresh()  # one was declared since
         return self._first[namespaces] + self._each[namespaces] * depths
 
-    def load_seconds(self, rows: IntArray, tier: Tier) -> FloatArray:
-        """To bring each block up from `tier` to the engine as part of a long load, float64[n]."""
-        seconds = self._byte_seconds[Tier.HOST]
-        if tier == Tier.NVME:
-            seconds += self._byte_seconds[Tier.NVME]
-        return self.bytes(rows) * seconds
+    def byte_seconds(self, tier: Tier) -> float:
+        """To bring a byte up from `tier` to the engine, as part of a long load."""
+        below = self._byte_seconds[Tier.NVME] if tier == Tier.NVME else 0.0
+        return self._byte_seconds[Tier.HOST] + below
 
     def bytes(self, rows: IntArray) -> FloatArray:
         """Payload of each block, float64[n]."""

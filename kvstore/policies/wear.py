@@ -1,8 +1,9 @@
 """What a written byte costs, so that a budget of bytes lasts.
 
-Primitive: `WearPrice`: seconds of saved prefill that a byte has to bring. It is the price at which,
-of what was offered lately, just as much is worth it as the budget allows; what was overspent is
-taken off, what was spared may be spent later. Pure; without a budget the price is 0.
+Primitives: `bytes_per_second` (what the budgets come to), `WearPrice` (seconds of saved prefill
+that a byte has to bring). The price is the one at which, of what was offered lately, just as much
+is worth it as the budget allows; what was overspent is taken off, what was spared may be spent
+later. Pure; without a budget the price is 0.
 """
 
 from __future__ import annotations
@@ -11,26 +12,34 @@ import numpy as np
 
 from kvstore.types import FloatArray
 
+DAY_SECONDS = 86400.0
 _STEPS = 96
 _STEP_LOG2 = 0.25
 _FLOOR_LOG2 = -52.0
 """Prices from 2^-52 s a byte, by quarters of an octave: 64 MiB for 15 ns, up to 0.25 s."""
 _HALF_LIFE_BLOCKS = 4096.0
+_BURST_SECONDS = 60.0
 _SPARED_SECONDS = 3600.0
 """What is not spent may be spent later, an hour's worth at most."""
 
 
-class WearPrice:
-    """`bytes_per_second` 0: no budget."""
+def bytes_per_second(drive_writes_per_day: float, bytes_per_day: float, drive_bytes: int) -> float:
+    """What both budgets come to: the smaller one counts, 0 is none."""
+    budgets = (drive_writes_per_day * drive_bytes, bytes_per_day)
+    return min((budget for budget in budgets if budget), default=0.0) / DAY_SECONDS
 
-    def __init__(self, bytes_per_second: float) -> None:
-        self._rate = bytes_per_second
+
+class WearPrice:
+    """`rate` in bytes a second; 0: no budget."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
         self.price = 0.0
         self._offered: FloatArray = np.zeros(_STEPS)
         """Bytes offered lately, by what they would bring."""
         self._seconds = 0.0
         """Time in which they were."""
-        self._credit = 0.0
+        self._credit = rate * _BURST_SECONDS
         self._last = -np.inf
 
     def offer(self, seconds_a_byte: FloatArray, sizes: FloatArray, now: float) -> None:
