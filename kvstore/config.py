@@ -274,18 +274,6 @@ class MetricsConfig(_Section, frozen=True):
     ] = OFF
 
 
-class MetricsConfig(_Section, frozen=True):
-    """Prometheus metrics of the daemon, read-only, over HTTP."""
-
-    address: Annotated[
-        str,
-        _text(
-            "host:port to serve /metrics on; port 0 takes a free one. off: none. They name no "
-            "prompt and no key, but whoever reaches the address may read them."
-        ),
-    ] = OFF
-
-
 class Config(_Section, frozen=True):
     """The whole configuration. Whoever builds one by hand calls `validate`; `load` does."""
 
