@@ -6,7 +6,7 @@ what it held is learnt again. Without an NVMe tier there is no directory, and no
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ class CostKeeper:
         while self._costs.refresh():
             pass
 
-    def turn(self, now: float, workers: Executor) -> None:
+    def turn(self, now: float, workers: Executor) -> Future[None] | None:
         """Save what is new, from time to time; at `now` = infinity in any case."""
         if self._directory is None or now < self._due or self._costs.changes == self._saved:
-            return
+            return None
         self._due = now + SAVE_EVERY_SECONDS
         self._saved = self._costs.changes
-        workers.submit(_save, self._directory / FILE_NAME, self._costs.snapshot())
+        return workers.submit(_save, self._directory / FILE_NAME, self._costs.snapshot())
 
 
 def _load(path: Path, costs: Costs) -> None:

@@ -34,7 +34,7 @@ CALL_TOKENS_GUESS = 64.0
 """A forward pass costs as much as so many more tokens, before anything was measured."""
 _SECONDS_MIN = 1e-7
 _ROUNDS = 8
-_RIDGE = 1e-3
+_RIDGE = 1e-5
 _RESIDUAL_USUAL = 0.05
 NAMESPACES_KEPT_MAX = 256
 
@@ -126,12 +126,15 @@ class Fit:
         scale = 1.0 / _weighted_median(shares.sum(axis=1), recency)
         shares *= scale
         factors = np.ones(len(self.guess))
+        trust = np.ones(count)
         for _ in range(_ROUNDS):
-            residual = np.abs(shares @ factors - 1.0)
+            larger = np.maximum(shares @ factors, 1.0)
+            factors = _least_squares(shares, recency * trust / larger**2)
+            predicted = shares @ factors
+            off = (predicted - 1.0) / np.maximum(predicted, 1.0)
             # What is far off counts for nothing, however far.
-            weights = recency / (residual**2 + _RESIDUAL_USUAL**2)
-            factors = _least_squares(shares, weights)
-        self.error = _weighted_median(np.abs(shares @ factors - 1.0), recency)
+            trust = 1.0 / (off**2 + _RESIDUAL_USUAL**2)
+        self.error = _weighted_median(np.abs(predicted - 1.0), recency)
         self.coefficients = self.guess * scale * factors
 
     def snapshot(self) -> list[list[float]]:

@@ -389,9 +389,11 @@ class Service:
         """Refuse new calls, finish changes and then write-behind within daemon.drain_seconds."""
         self.is_draining = True
         self.mover.close()
-        self.cost_keeper.turn(math.inf, self._workers)
+        saving = self.cost_keeper.turn(math.inf, self._workers)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.daemon.drain_seconds):
+                if saving is not None:
+                    await asyncio.wrap_future(saving)
                 if self._changes:
                     await asyncio.wait(self._changes)
                 if self.write_behind is not None:
