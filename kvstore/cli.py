@@ -1,4 +1,4 @@
-"""The command line: `kvstore serve | stat | top | verify | clear | config`, and `cli_blocks`.
+"""The command line: `kvstore serve | stat | top | verify | clear | resize | config`, and `cli_blocks`.
 
 Exit codes: 0 done, 1 `verify` found something, 2 refused (one line on standard error says what,
 where and the way out), 3 the daemon is away. Heavy imports (grpc, rich, the daemon) sit inside the
@@ -22,7 +22,7 @@ from kvstore.config import Config
 from kvstore.errors import InvalidRequest, KVStoreError, PeerGone
 from kvstore.settings import as_toml
 from kvstore.types import FINGERPRINT_BYTES
-from kvstore.units import format_bytes
+from kvstore.units import format_bytes, parse_bytes
 from kvstore.version import VERSION
 
 if TYPE_CHECKING:
@@ -270,6 +270,28 @@ def clear(
     with _control(config) as control:
         cleared = control.Clear(request, timeout=CALL_SECONDS_MAX).namespaces
     print(f"cleared {cleared} namespace{'' if cleared == 1 else 's'}")
+    return 0
+
+
+@app.command
+def resize(host_bytes: str, /, where: Where = DEFAULT_WHERE) -> int:
+    """Say how much memory the host tier may fill, while it serves.
+
+    Parameters
+    ----------
+    host_bytes
+        A size such as "4 GiB", at most host.bytes; "all" for that.
+    """
+    from kvstore.rpc.control_pb2 import ResizeRequest
+
+    try:
+        wanted = 0 if host_bytes == "all" else max(1, parse_bytes(host_bytes))
+    except ValueError as error:
+        raise InvalidRequest(f"resize: {host_bytes!r} {error}") from error
+    config, _ = where.load({})
+    with _control(config) as control:
+        reply = control.Resize(ResizeRequest(host_bytes=wanted), timeout=CALL_SECONDS_MAX)
+    print(f"the host tier fills at most {format_bytes(reply.host_bytes)} from now on")
     return 0
 
 

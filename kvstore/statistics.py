@@ -40,6 +40,9 @@ def statistics_of(service: Service) -> dict[str, object]:
         "write_behind_queued_blocks": (
             service.write_behind.queued_blocks if service.write_behind is not None else 0
         ),
+        "host_filled_bytes": service.elastic.filled_bytes,
+        "prefetch_queued_blocks": service.prefetcher.queued_blocks,
+        "costs": store.costs.statistics(),
         "promotions_bytes_inflight": service.mover.bytes_inflight,
         "loop_lag": service.lag.statistics(),
         "latencies": service.latencies.statistics(),

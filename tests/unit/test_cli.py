@@ -48,6 +48,10 @@ class StandIn(control_pb2_grpc.ControlServicer):
         self.asked.append(request)
         return pb.ClearReply(namespaces=3 if request.all else 1)
 
+    def Resize(self, request: pb.ResizeRequest, context: grpc.ServicerContext) -> pb.ResizeReply:
+        self.asked.append(request)
+        return pb.ResizeReply(host_bytes=request.host_bytes or 8 << 30)
+
     def Verify(
         self, request: pb.VerifyRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.VerifyReply]:
@@ -332,7 +336,25 @@ def test_a_mistake_is_one_line(
     assert served == []
 
 
-@pytest.mark.parametrize("command", ["", "serve", "stat", "top", "verify", "clear", "config"])
+@pytest.mark.parametrize(
+    ("size", "asked", "said"),
+    [("4 GiB", 4 << 30, "4 GiB"), ("all", 0, "8 GiB"), ("0", 1, "1 B")],
+)
+def test_resize(shell: Shell, daemon: StandIn, size: str, asked: int, said: str) -> None:
+    assert shell.ask("resize", size) == 0
+    assert daemon.asked[0].host_bytes == asked
+    assert shell.out == f"the host tier fills at most {said} from now on\n"
+
+
+def test_resize_names_what_is_no_size(shell: Shell, daemon: StandIn) -> None:
+    assert shell.ask("resize", "much") == cli.EXIT_REFUSED
+    shell.assert_one_line("resize", "much", "MiB")
+    assert daemon.asked == []
+
+
+@pytest.mark.parametrize(
+    "command", ["", "serve", "stat", "top", "verify", "clear", "resize", "config"]
+)
 def test_every_command_has_help(shell: Shell, command: str) -> None:
     assert shell.run(*command.split(), "--help") == 0
     assert "Usage: kvstore" in shell.out
