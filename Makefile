@@ -79,7 +79,7 @@ test-slow: $(STAMP)  ## every slow test but kills at named moments, which need a
 	$(PYTEST) -n 2 -m slow --ignore=tests/engines --ignore=tests/crash/test_named_kills.py
 
 # Suites with a real engine run in the engine's environment.
-bench: $(if $(filter transformers,$(SUITE)),$(GEMMA_STAMP),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_STAMP),$(STAMP)))  ## measure: SUITE=dataplane, transformers, vllm_cpu, ...
+bench: $(if $(filter transformers,$(SUITE)),$(GEMMA_STAMP),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_STAMP),$(STAMP)))  ## measure: SUITE=dataplane, gateway, transformers, vllm_cpu, ...
 	$(if $(filter transformers,$(SUITE)),$(TORCH_BIN),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_BIN),$(BIN)))/python -m bench.$(SUITE) $(ARGS)
 
 format: $(STAMP)  ## let ruff format and sort

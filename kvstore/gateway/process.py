@@ -72,7 +72,7 @@ class Gateway:
             )
             self._client = client
             self.servicer = BlocksServicer(client, access, settings)
-            undo.callback(self.servicer.streams.close)
+            undo.callback(self.servicer.close)
             threads = settings.streams_max + SHORT_CALLS_MAX
             self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-call")
             undo.callback(self._pool.shutdown, wait=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import grpc
@@ -64,6 +65,12 @@ class BlocksServicer:
         self.streams = Streams(settings.streams_max, settings.idle_seconds_max)
         self._settings = settings
         self._buffers = Buffers(KEPT_BUFFER_BYTES_MAX)
+        self._workers = ThreadPoolExecutor(settings.streams_max, "kvstore-store")
+
+    def close(self) -> None:
+        """After the server: no stream is under way any more."""
+        self.streams.close()
+        self._workers.shutdown(wait=False)
 
     def _handle(self, namespace: bytes, tenant: Tenant) -> NamespaceHandle:
         """Raises AccessDenied, NamespaceUnknown, InvalidRequest, Unavailable."""
@@ -146,7 +153,7 @@ class BlocksServicer:
             header = first.chunk.header
             handle = self._target(header, tenant)
             names = self._names(handle, header.fingerprints, header.parent)
-            upload = Upload(handle, names, self._buffers)
+            upload = Upload(handle, names, self._buffers, self._workers)
             try:
                 for received in messages:
                     stream.moved()

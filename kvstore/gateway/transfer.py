@@ -13,13 +13,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client import NamespaceHandle, RawNames, StoreTicket
-from kvstore.client.reasons import AWAY, BUSY, CHANGED, CLOSED, DRAINING
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.client import NamespaceHandle, RawNames
+from kvstore.client.reasons import AWAY, CHANGED, CLOSED, DRAINING
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.gateway.lookups import existence
 from kvstore.rpc import blocks_pb2 as pb
 from kvstore.rpc.chunks import Assembly, Received, chunks_of, join_data
@@ -30,8 +31,9 @@ WINDOW_BYTES = 4 << 20
 WINDOW_BLOCKS_MAX = 256
 CHANGED_TRIES = 3
 """A block that was moved while it was copied is looked for again."""
-STORES_OPEN_MAX = 16
-COMMIT_SECONDS_MAX = 60.0
+BATCH_BYTES = 8 << 20
+"""Stored in one go."""
+SUCCESS = (BlockStatus.STORED, BlockStatus.PRESENT, BlockStatus.WAITING)
 _AWAY = (AWAY, CLOSED, DRAINING, "PeerGone", "Unavailable", "Draining", "Overloaded")
 
 
@@ -105,16 +107,29 @@ def _send(
 
 
 class Upload:
-    """The blocks of one Put, stored as they become whole. `close` frees its memory."""
+    """The blocks of one Put. While some are stored the next ones come in.
 
-    def __init__(self, handle: NamespaceHandle, names: RawNames, buffers: Buffers) -> None:
+    Blocks are stored in batches, named beforehand: their parent cannot be evicted to make room for
+    them. `close` gives the memory back.
+    """
+
+    def __init__(
+        self, handle: NamespaceHandle, names: RawNames, buffers: Buffers, workers: Executor
+    ) -> None:
         self._handle = handle
         self._names = names
+        self._workers = workers
+        size = handle.layout.block_bytes
+        self._batch_max = max(1, min(BATCH_BYTES // size, WINDOW_BLOCKS_MAX, len(names)))
         self._buffers = buffers
-        self._row = buffers.take(handle.layout.block_bytes)
-        self._assembly = Assembly(handle.layout.block_bytes)
+        self._memory = [buffers.take(self._batch_max * size) for _ in range(2)]
+        self._rows = [memory.reshape(self._batch_max, size) for memory in self._memory]
+        self._assembly = Assembly(size)
         self._block = -1
-        self._open: deque[tuple[int, StoreTicket]] = deque()
+        """The block that came last, or is coming."""
+        self._first = self._whole = 0
+        """The batch: whole blocks [first, first + whole), in rows [0, whole)."""
+        self._storing: Future[None] | None = None
         self._statuses = bytearray(len(names))
         self._reason = ""
 
@@ -132,9 +147,14 @@ class Upload:
                 f"{self._assembly.filled or 'all'} bytes of block {self._block}; blocks come "
                 "whole, and in ascending order"
             )
+        if not self._assembly.filled and block != self._first + self._whole:
+            self._flush()
+            self._first = block
         self._block = block
-        if self._assembly.take(received, self._row):
-            self._store(block)
+        if self._assembly.take(received, self._rows[0][self._whole]):
+            self._whole += 1
+            if self._whole == self._batch_max:
+                self._flush()
 
     def finish(self) -> pb.PutReply:
         """All was sent. Raises InvalidRequest when the last block is not whole."""
@@ -142,32 +162,47 @@ class Upload:
             raise InvalidRequest(
                 f"put: the stream ended after {self._assembly.filled} bytes of block {self._block}"
             )
-        while self._open:
-            self._settle_oldest()
+        self._flush()
+        self._wait()
         self._look_for_unsent()
         return pb.PutReply(statuses=bytes(self._statuses), reason=self._reason)
 
     def close(self) -> None:
-        self._buffers.give(self._row)
+        self._wait()
+        for memory in self._memory:
+            self._buffers.give(memory)
 
-    def _store(self, block: int) -> None:
-        ticket = self._handle.store(self._names, [self._row], start=block)
-        if ticket.is_done and ticket.reason == BUSY:
-            while self._open:
-                self._settle_oldest()
-            ticket = self._handle.store(self._names, [self._row], start=block)
-        self._open.append((block, ticket))
-        while len(self._open) >= STORES_OPEN_MAX:
-            self._settle_oldest()
+    def _flush(self) -> None:
+        """Begin to store the batch; the one before is done first."""
+        self._wait()
+        if self._whole:
+            self._storing = self._workers.submit(
+                self._store, self._first, self._rows[0][: self._whole]
+            )
+            self._rows.reverse()
+        self._first, self._whole = self._first + self._whole, 0
 
-    def _settle_oldest(self) -> None:
-        block, ticket = self._open.popleft()
+    def _wait(self) -> None:
+        if self._storing is not None:
+            self._storing.result()
+            self._storing = None
+
+    def _store(self, first: int, rows: NDArray[np.uint8]) -> None:
+        """Worker thread: blocks [first, first + len(rows)); what fails is told by their status."""
         try:
-            status = ticket.result(COMMIT_SECONDS_MAX)[0]
-        except TimeoutError:
-            status = BlockStatus.DROPPED
-        self._statuses[block] = status
-        self._reason = self._reason or ticket.reason
+            with self._handle.reserve(self._names, start=first, count=len(rows)) as reserved:
+                reason = reserved.reason
+                statuses = tuple(reserved.statuses)
+                for block in reserved.granted:
+                    np.copyto(reserved.view(block), rows[block])
+                if reserved.granted:
+                    statuses = reserved.commit()
+        except KVStoreError as error:
+            statuses, reason = (BlockStatus.DROPPED,) * len(rows), str(error)
+        self._statuses[first : first + len(rows)] = bytes(statuses)
+        failed = [status for status in statuses if status not in SUCCESS]
+        if failed:
+            self._reason = self._reason or reason or failed[0].name.lower()
 
     def _look_for_unsent(self) -> None:
         unsent = [block for block, status in enumerate(self._statuses) if not status]
