@@ -1,4 +1,4 @@
-"""The command line: `kvstore serve | stat | top | verify | clear | resize | config`, and `cli_blocks`.
+"""The command line: `kvstore serve | stat | top | verify | clear | resize | config` + `cli_blocks`.
 
 Exit codes: 0 done, 1 `verify` found something, 2 refused (one line on standard error says what,
 where and the way out), 3 the daemon is away. Heavy imports (grpc, rich, the daemon) sit inside the
