@@ -31,7 +31,7 @@ from engine_adapter.transfer import (
 )
 from engine_adapter.transfer_handles import DeviceLoad, DeviceSave, Nothing, Transfer
 from engine_adapter.transfer_moves import calibrated
-from engine_adapter.transfer_plan import Program, compiled
+from engine_adapter.transfer_plan import Route, compiled
 from kvstore.client.inplace import granted_addresses
 from kvstore.device import open_device
 from kvstore.errors import DeviceError, InvalidRequest, KVStoreError, Overloaded
@@ -48,7 +48,7 @@ class _Known:
     """A target seen before."""
 
     target: PagedTarget
-    programs: tuple[Program, ...]
+    route: Route
     last: IntArray
     """int64 [engine blocks]: number of the last transfer that touched each."""
 
@@ -104,7 +104,7 @@ class DeviceTransfers:
         lanes = self._lanes
         with lanes.lock:
             self._follow(known, plan.blocks, compute_stream, lanes.load_stream)
-            load = DeviceLoad(lanes, plan, known.programs, compute_stream)
+            load = DeviceLoad(lanes, plan, known.route, compute_stream)
             self._enlist(load, known, plan.blocks)
         try:
             if not load.advance(may_wait=False):
@@ -122,7 +122,7 @@ class DeviceTransfers:
         lanes = self._lanes
         with lanes.lock:
             self._follow(known, plan.blocks, compute_stream, lanes.save_stream)
-            save = DeviceSave(lanes, plan, known.programs, slots)
+            save = DeviceSave(lanes, plan, known.route, slots)
             self._enlist(save, known, plan.blocks)
         try:
             if not save.send_pinned():
@@ -139,13 +139,13 @@ class DeviceTransfers:
         known = self._targets.get(id(target))
         if known is None:
             last = np.zeros(target.blocks, np.int64)
-            known = self._targets[id(target)] = _Known(target, compiled(target), last)
+            known = self._targets[id(target)] = _Known(target, Route(compiled(target)), last)
         return known
 
     def _follow(self, known: _Known, blocks: IntArray, compute_stream: int, stream: int) -> None:
         """After the compute stream's work up to here, and after transfers of the same blocks."""
         self._reap()
-        for number in np.unique(known.last[blocks]).tolist():
+        for number in sorted(set(known.last[blocks].tolist())):
             other = self._running.get(number)
             if other is None:
                 continue

@@ -9,6 +9,7 @@ serve others. A device that fails leaves it closed and never ended: nobody knows
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from engine_adapter.lanes import Held, Lanes, fill, spill
 from engine_adapter.loader import CHANGED, DEADLINE, GRACE_SECONDS, LoadFailed
 from engine_adapter.transfer import LoadPlan, SavePlan
-from engine_adapter.transfer_plan import Pieces, Program, placed, portions
+from engine_adapter.transfer_plan import Pieces, Program, Route, placed, portions
 from kvstore.errors import DeviceError, KVStoreError
 from kvstore.types import BoolArray, ByteArray, IntArray, UIntArray
 
@@ -90,12 +91,11 @@ class Transfer:
 class DeviceLoad(Transfer):
     """Made by `DeviceTransfers.start_load`; see `LoadHandle`."""
 
-    def __init__(
-        self, lanes: Lanes, plan: LoadPlan, programs: tuple[Program, ...], compute_stream: int
-    ) -> None:
+    def __init__(self, lanes: Lanes, plan: LoadPlan, route: Route, compute_stream: int) -> None:
         super().__init__(lanes, lanes.load_stream, plan.deadline_seconds + GRACE_SECONDS)
         self._plan = plan
-        self._programs = programs
+        self._route = route
+        self._programs = programs = route.programs
         self._compute_stream = compute_stream
         blocks = len(plan.blocks)
         self._slots: UIntArray = np.zeros(blocks, np.uint64)
@@ -158,6 +158,9 @@ class DeviceLoad(Transfer):
         plan = self._plan
         mask = plan.source.readable[plan.first : plan.first + len(plan.blocks)]
         self._find_slots(mask)
+        if self._is_pinned.all() and not self._is_sent.any() and self._is_whole(mask):
+            self._send_all()
+            return self.is_closed
         for number, program in enumerate(self._programs):
             fresh = (mask >> program.part & 1).astype(np.bool_) & ~self._is_sent[number]
             if not may_wait:
@@ -193,11 +196,31 @@ class DeviceLoad(Transfer):
                 self._lanes.enqueue(pieces, True, self._stream, self._held)
             self._is_sent[number, which] = True
             if self._is_sent[number].all():
-                gate = self._lanes.events.take()
-                self._lanes.device.record(gate, self._stream)
-                self._gates[number] = gate
-                if None not in self._gates:
-                    self._close()
+                self._open_gate(number)
+            if None not in self._gates:
+                self._close()
+
+    def _is_whole(self, mask: ByteArray) -> bool:
+        needed = np.bitwise_or.reduce([1 << program.part for program in self._programs])
+        return bool((mask & needed == needed).all())
+
+    def _send_all(self) -> None:
+        """The common case: every block lies in pinned memory."""
+        lanes = self._lanes
+        placed_all = self._route.placed(self._slots, self._plan.blocks, lanes.pins.fences)
+        with lanes.lock:
+            if self.is_closed:
+                return
+            for number, pieces in placed_all:
+                lanes.enqueue(pieces, True, self._stream, self._held)
+                self._open_gate(number)
+            self._is_sent[:] = True
+            self._close()
+
+    def _open_gate(self, number: int) -> None:
+        gate = self._lanes.events.take()
+        self._lanes.device.record(gate, self._stream)
+        self._gates[number] = gate
 
     def _pieces(self, program: Program, which: IntArray) -> Pieces:
         fences = self._lanes.pins.fences
@@ -241,12 +264,10 @@ class DeviceLoad(Transfer):
 class DeviceSave(Transfer):
     """Made by `DeviceTransfers.start_save`; see `SaveHandle`."""
 
-    def __init__(
-        self, lanes: Lanes, plan: SavePlan, programs: tuple[Program, ...], slots: UIntArray
-    ) -> None:
+    def __init__(self, lanes: Lanes, plan: SavePlan, route: Route, slots: UIntArray) -> None:
         super().__init__(lanes, lanes.save_stream, plan.deadline_seconds)
         self._plan = plan
-        self._programs = programs
+        self._route = route
         self._slots = slots
         layout = plan.target.layout
         ours = slots + np.uint64(layout.rank_offset(plan.target.rank))
@@ -257,23 +278,23 @@ class DeviceSave(Transfer):
         """Enqueue what needs no buffer; whether that was all. Raises DeviceError."""
         which = np.flatnonzero(self._is_pinned)
         with self._lanes.lock:
-            for program in self._programs if len(which) and not self.is_closed else ():
-                pieces = self._pieces(program, which)
-                self._lanes.enqueue(pieces, False, self._stream, self._held)
+            if len(which) and not self.is_closed:
+                for _, pieces in self._placed(which):
+                    self._lanes.enqueue(pieces, False, self._stream, self._held)
             if len(which) == len(self._slots):
                 self._close()
         return self.is_closed
 
-    def _pieces(self, program: Program, which: IntArray) -> Pieces:
+    def _placed(self, which: IntArray) -> Iterator[tuple[int, Pieces]]:
         fences = self._lanes.pins.fences
-        return placed(program, self._slots[which], self._plan.blocks[which], fences)
+        return self._route.placed(self._slots[which], self._plan.blocks[which], fences)
 
     def run(self) -> None:
         """For a background thread: the rest, lot by lot through buffers."""
         which = np.flatnonzero(~self._is_pinned)
         try:
-            for program in self._programs:
-                for lot in portions(self._pieces(program, which), self._lanes.ring.buffer_bytes):
+            for _, pieces in self._placed(which):
+                for lot in portions(pieces, self._lanes.ring.buffer_bytes):
                     self._bounce(lot)
                     if self.is_closed:
                         return

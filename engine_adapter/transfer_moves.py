@@ -176,7 +176,7 @@ def _probe(host: int, there: int, length: int, count: int) -> Pieces:
     places = PROBE_BYTES // length
     at = (np.arange(count, dtype=np.uint64) * np.uint64(2) % np.uint64(places)) * np.uint64(length)
     lengths = np.full(count, length, np.uint64)
-    return Pieces(np.uint64(host) + at, np.uint64(there) + at, lengths)
+    return Pieces(np.uint64(host) + at, np.uint64(there) + at, lengths, count * length)
 
 
 def _timed(

@@ -3,6 +3,7 @@
 Primitives:
   `Program`, `compiled`   a target's layers as offsets, worked out once
   `placed`                a program times n blocks: the copies, neighbours joined
+  `Route`                 all programs of a target, for blocks that are all there
   `Pieces`                copies between host and device, without a direction
 
 A program is one layer, or several that lie side by side in slot and target: a block's bytes then go
@@ -31,13 +32,7 @@ class Pieces(NamedTuple):
     host: UIntArray
     device: UIntArray
     lengths: UIntArray
-
-    @property
-    def total_bytes(self) -> int:
-        return int(self.lengths.sum())
-
-    def take(self, which: slice | IntArray) -> Pieces:
-        return Pieces(self.host[which], self.device[which], self.lengths[which])
+    total_bytes: int
 
 
 class _Piece(NamedTuple):
@@ -62,6 +57,38 @@ class Program:
     stride: UIntArray
     length: UIntArray
     block_bytes: int
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether a block is one run, so that blocks that follow each other can be, too."""
+        return len(self.length) == 1 and self.length[0] == self.stride[0]
+
+
+class Route:
+    """A target's programs in layer order."""
+
+    def __init__(self, programs: tuple[Program, ...]) -> None:
+        self.programs = programs
+        self._alike = [one.stride.tobytes() + one.length.tobytes() for one in programs]
+
+    def placed(
+        self, slots: UIntArray, blocks: IntArray, fences: UIntArray
+    ) -> Iterator[tuple[int, Pieces]]:
+        """(number, copies) of every program. What layers have in common is worked out once."""
+        # Blocks are the inner axis: numpy is slow along short ones.
+        ids = blocks.astype(np.uint64)
+        common: dict[bytes, tuple[UIntArray, UIntArray]] = {}
+        for number, (program, alike) in enumerate(zip(self.programs, self._alike, strict=True)):
+            if program.is_joinable:
+                yield number, placed(program, slots, blocks, fences)
+                continue
+            if alike not in common:
+                lengths = np.repeat(program.length, len(slots))
+                common[alike] = ids * program.stride[:, None], lengths
+            offsets, lengths = common[alike]
+            host, device = slots + program.at[:, None], offsets + program.base[:, None]
+            total = len(slots) * program.block_bytes
+            yield number, Pieces(host.ravel(), device.ravel(), lengths, total)
 
 
 def compiled(target: PagedTarget) -> tuple[Program, ...]:
@@ -122,11 +149,13 @@ def placed(
 
     Joined copies do not run across `fences`, ascending host addresses.
     """
-    host = (slots[:, None] + program.at).ravel()
-    device = (blocks.astype(np.uint64)[:, None] * program.stride + program.base).ravel()
-    lengths = np.broadcast_to(program.length, (len(slots), len(program.length))).ravel()
-    if len(program.length) > 1 or program.length[0] != program.stride[0] or len(slots) < 2:
-        return Pieces(host, device, lengths)
+    ids = blocks.astype(np.uint64)
+    host = (slots + program.at[:, None]).ravel()
+    device = (ids * program.stride[:, None] + program.base[:, None]).ravel()
+    lengths = np.repeat(program.length, len(slots))
+    total = len(slots) * program.block_bytes
+    if not program.is_joinable or len(slots) < 2:
+        return Pieces(host, device, lengths, total)
     length = program.length[0]
     is_new = np.ones(len(host), np.bool_)
     is_new[1:] = (host[1:] != host[:-1] + length) | (device[1:] != device[:-1] + length)
@@ -135,7 +164,7 @@ def placed(
         is_new[1:] |= sides[1:] != sides[:-1]
     starts = np.flatnonzero(is_new)
     runs = np.diff(starts, append=len(host)).astype(np.uint64)
-    return Pieces(host[starts], device[starts], runs * length)
+    return Pieces(host[starts], device[starts], runs * length, total)
 
 
 def portions(pieces: Pieces, most_bytes: int) -> Iterator[Pieces]:
@@ -146,10 +175,11 @@ def portions(pieces: Pieces, most_bytes: int) -> Iterator[Pieces]:
     turn = np.arange(len(which)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
     start = turn.astype(np.uint64) * most
     lengths = np.minimum(most, pieces.lengths[which] - start)
-    cut = Pieces(pieces.host[which] + start, pieces.device[which] + start, lengths)
+    host, device = pieces.host[which] + start, pieces.device[which] + start
     ends = np.cumsum(lengths)
     first, before = 0, np.uint64(0)
     while first < len(ends):
         stop = int(np.searchsorted(ends, before + most, "right"))
-        yield cut.take(slice(first, stop))
+        lot = slice(first, stop)
+        yield Pieces(host[lot], device[lot], lengths[lot], int(ends[stop - 1] - before))
         first, before = stop, ends[stop - 1]

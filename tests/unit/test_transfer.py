@@ -66,7 +66,7 @@ def target_of(layout: BlockLayout, at: int, values: ByteArray, axes: str) -> Pag
 def move(device: FakeDevice, programs: Any, slots: Any, blocks: list[int], load: bool) -> None:
     for program in programs:
         pieces = placed(program, slots, np.array(blocks))
-        for host, there, length in zip(*(column.tolist() for column in pieces), strict=True):
+        for host, there, length in zip(*(column.tolist() for column in pieces[:3]), strict=True):
             ends = (there, host) if load else (host, there)
             device.copy(*ends, length, 0)
 
@@ -117,12 +117,12 @@ def test_layers_of_different_parts_never_travel_together() -> None:
 def test_portions_are_the_same_bytes(most: int) -> None:
     lengths = np.array([5, 64, 1, 200, 3], np.uint64)
     starts = np.array([0, 100, 300, 1000, 5000], np.uint64)
-    lots = list(portions(Pieces(starts, starts + np.uint64(9), lengths), most))
-    assert all(lot.total_bytes <= most for lot in lots)
+    lots = list(portions(Pieces(starts, starts + np.uint64(9), lengths, 273), most))
+    assert all(lot.total_bytes == lot.lengths.sum() <= most for lot in lots)
     covered = [
         (at + n, there + n)
         for lot in lots
-        for at, there, length in zip(*(column.tolist() for column in lot), strict=True)
+        for at, there, length in zip(*(column.tolist() for column in lot[:3]), strict=True)
         for n in range(length)
     ]
     assert covered == [
@@ -258,7 +258,7 @@ def test_both_mechanisms_are_measured_and_the_faster_one_is_chosen(
     before = device.memory()
     choice = calibrated(device, cases, lanes.pause)
     assert device.memory() == before
-    pieces = Pieces(*(np.full(64, 4096, np.uint64) for _ in range(3)))
+    pieces = Pieces(*(np.full(64, 4096, np.uint64) for _ in range(3)), 64 * 4096)
     name = choice.name_for(pieces, True)
     other = next(one.name for one in cases if one.name != name)
     assert choice.seconds[name, True, 4096, 16] <= choice.seconds[other, True, 4096, 16]
@@ -291,7 +291,7 @@ def test_what_is_not_pinned_goes_through_buffers_and_says_so() -> None:
 # ---------------------------------------------------------------------- schedules
 
 
-@pytest.mark.parametrize("first", range(0, 160, 20))
+@pytest.mark.parametrize("first", range(0, 100, 20))
 def test_no_schedule_shows_a_wrong_byte(first: int) -> None:
     for seed in range(first, first + 20):
         assert run_schedule(seed) == [], f"seed {seed}"

@@ -1,0 +1,195 @@
+"""Suite `gpu_check`: the transfer engine on a GPU, and what of it needs none.
+
+Run it with `make bench SUITE=gpu_check`, or `python -m bench.gpu_check [--only NAME...] [--quick]`.
+On a machine without a usable GPU it says so, measures what needs none on the stand-in, names the
+rest as not measured, and ends with 0. With one it first runs `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from bench import gpu_kernels, gpu_measure
+from bench.gpu_schedules import PLANTED, run_schedule, seeds_until_found
+from bench.gpu_world import Baton
+from bench.harness import OUT, Bar, Context, Part, Reading, Suite, single, spread
+from engine_adapter.device_transfer import DeviceTransfers
+from engine_adapter.lanes import Lanes
+from engine_adapter.transfer import LoadPlan, PagedTarget, Plane
+from engine_adapter.transfer_moves import Tables, source_of
+from engine_adapter.transfer_plan import Pieces
+from kvstore.device import open_device
+from kvstore.errors import ConfigError
+from kvstore.layout import BlockLayout
+from kvstore.testing.fake_device import FakeDevice
+from kvstore.types import IntArray, UIntArray
+
+BLOCKS, LAYERS, LAYER_BYTES = 1000, 32, 64 << 10
+SEEDS_PER_BUG = 500
+SUBMIT = Bar("submit_us_per_1000_blocks", "us", at_most=2000)
+SCHEDULES = (
+    Bar("fake_schedules_run", "schedules", at_least=10_000),
+    Bar("fake_schedules_wrong", "schedules", at_most=0),
+)
+BUGS = Bar("fake_ordering_bugs_found", "of 8", at_least=8)
+COMPILED = Bar("kernels_compiled", "targets", at_least=3)
+MISMATCHES = Bar("kernel_cpu_mismatches", "cases", at_most=0)
+
+
+class _Scattered:
+    """Blocks in slots that do not follow each other: nothing can be joined."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        order = np.random.default_rng(1).permutation(2 * BLOCKS)[:BLOCKS].astype(np.uint64)
+        self._places: UIntArray = np.uint64(1 << 40) + order * np.uint64(layout.slot_bytes)
+        self.readable = np.full(BLOCKS, 0xFF, np.uint8)
+        self.whole = BLOCKS
+        self.span = (1 << 40, 2 * BLOCKS * layout.slot_bytes)
+
+    def addresses(self, blocks: IntArray) -> UIntArray:
+        return self._places[blocks]
+
+
+class _Counting:
+    """A mechanism that only counts: what is left is planning."""
+
+    name = "batch"
+
+    def __init__(self) -> None:
+        self.pieces = 0
+
+    def enqueue(self, pieces: Pieces, to_device: bool, stream: int) -> Tables:
+        self.pieces += len(pieces.lengths)
+        return ()
+
+    def give_back(self, tables: Tables) -> None:
+        """There are none."""
+
+
+class _Silent(FakeDevice):
+    """Takes events without a word: what a driver does with them is not planning."""
+
+    def record(self, event: int, stream: int) -> None:
+        """Nothing runs here."""
+
+    def wait(self, stream: int, event: int) -> None:
+        """Nothing runs here."""
+
+
+def _submit(context: Context) -> Reading:
+    layout = BlockLayout(16, LAYERS, LAYER_BYTES)
+    half = LAYER_BYTES // 2
+    planes = tuple((Plane(n << 32, half, half, 2, 2 * BLOCKS * half),) for n in range(LAYERS))
+    target, source = PagedTarget(layout, planes, 2 * BLOCKS), _Scattered(layout)
+    device = _Silent(mood="eager")
+    lanes = Lanes(device, now=time.monotonic, pause=lambda: None)
+    lanes.mechanisms["batch"] = counting = _Counting()
+    device.register(*source.span)
+    # The arena is address space nobody backs here: planning never reads it.
+    lanes.pins._starts = np.array([source.span[0]], np.uint64)
+    lanes.pins._stops = np.array([sum(source.span)], np.uint64)
+    transfers, compute = DeviceTransfers(lanes, Baton()), device.make_compute_stream()
+    taken: list[float] = []
+    for turn in range(context.several(41, 11)):
+        blocks = np.random.default_rng(turn).permutation(2 * BLOCKS)[:BLOCKS]
+        any_source: Any = source
+        began = time.thread_time()
+        load = transfers.start_load(LoadPlan(target, any_source, blocks), compute)
+        taken.append(1e6 * (time.thread_time() - began))
+        assert load.wait_ended(1.0)
+    assert counting.pieces == len(taken) * BLOCKS * LAYERS * 2
+    note = (
+        f"CPU time of start_load for {BLOCKS} scattered blocks, {LAYERS} layers, keys and values "
+        f"apart (64,000 pieces), until they are handed to a mechanism; without the driver's share; "
+        f"{spread(taken)} of {len(taken)}"
+    )
+    return Reading(SUBMIT.name, float(np.median(taken)), note)
+
+
+def _schedules(context: Context) -> Iterable[Reading]:
+    count = context.several(10_000, 500)
+    wrong: list[int] = []
+    for seed in range(count):
+        if seed % 1000 == 0:
+            context.step(f"schedule {seed} of {count}")
+        if run_schedule(seed):
+            wrong.append(seed)
+    note = "loads, saves, aborts, re-use, timeouts, stuck streams, daemon deaths; seeds from 0"
+    yield Reading("fake_schedules_run", count, note)
+    yield Reading("fake_schedules_wrong", len(wrong), f"seeds with a wrong byte: {wrong[:5]}")
+
+
+def _bugs(context: Context) -> Reading:
+    found = {bug: seeds_until_found(bug, iter(range(SEEDS_PER_BUG))) for bug in PLANTED}
+    note = "schedules until seen: " + ", ".join(f"{bug} {at}" for bug, at in found.items())
+    return Reading(BUGS.name, sum(at is not None for at in found.values()), note)
+
+
+def _compiled(context: Context) -> Reading:
+    notes, good = [], 0
+    for target in gpu_kernels.TARGETS:
+        made = [gpu_kernels.compiled(source_of(name), target) for name in gpu_kernels.names()]
+        good += all(one.code_bytes and not one.spilled_bytes for one in made)
+        notes.append(f"{target}: {max(one.registers for one in made)} registers at most")
+    note = f"{len(gpu_kernels.names())} sources, no spills; " + ", ".join(notes)
+    return Reading(COMPILED.name, good, note)
+
+
+def _mismatches(context: Context) -> Reading:
+    wrong = gpu_kernels.mismatches_in_child()
+    note = "the same sources through g++ against numpy; first: " + (wrong[0] if wrong else "none")
+    return Reading(MISMATCHES.name, len(wrong), note)
+
+
+WITHOUT_GPU = (
+    single(_submit, SUBMIT),
+    Part("random schedules on the stand-in", SCHEDULES, _schedules),
+    single(_bugs, BUGS),
+    single(_compiled, COMPILED),
+    single(_mismatches, MISMATCHES),
+)
+
+
+def why_no_gpu() -> str:
+    """ "" when there is a device to measure on."""
+    try:
+        open_device(0)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def not_measured() -> Iterator[str]:
+    """Names of the figures that need a GPU."""
+    for part in gpu_measure.PARTS:
+        yield from (bar.name for bar in part.bars)
+
+
+def main() -> int:
+    reason = why_no_gpu()
+    if not reason:
+        tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"]
+        failed = subprocess.run(tests, env={**os.environ, "PYTHONPATH": "."}).returncode
+        return Suite("gpu_check", [*gpu_measure.PARTS, *WITHOUT_GPU]).main() or failed
+    print(f"no GPU to measure on: {reason}", file=sys.stderr)
+    status = Suite("gpu_check", WITHOUT_GPU).main()
+    for name in not_measured():
+        print(f"{name}: not measured (no GPU)")
+    path = OUT / "gpu_check.json"
+    if path.exists():
+        body = json.loads(path.read_text())
+        body["not_measured"] = list(not_measured())
+        path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

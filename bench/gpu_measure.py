@@ -1,0 +1,189 @@
+"""What the transfer engine does on a GPU beside plain copies and a model's own computation.
+
+Primitives: `PARTS`, the figures that need a device; `Rig`, an arena of pinned memory, paged KV of a
+Llama-3-8B shape and the engine between them.
+
+Copies are timed by events on the stream that runs them; every timed case is followed by a
+comparison of bytes. The rig is written over `Device`, so that the stand-in can try it at a small
+size; the parts with a model need torch and transformers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from bench.gpu_world import Reservation
+from bench.harness import Bar, Context, Part, Reading, spread
+from engine_adapter.device_transfer import DeviceTransfers
+from engine_adapter.transfer import LoadPlan, PagedTarget, Plane, SavePlan
+from kvstore.device import Device, open_device
+from kvstore.layout import BlockLayout
+from kvstore.types import ByteArray, IntArray, UIntArray
+
+LAYERS, HEADS, HEAD_DIM, BLOCK_TOKENS = 32, 8, 128, 16
+LAYER_BYTES = 2 * BLOCK_TOKENS * HEADS * HEAD_DIM * 2
+GIB_BLOCKS = (1 << 30) // (LAYERS * LAYER_BYTES)
+H2D = Bar("h2d_vs_pinned_peak", "ratio", at_least=0.93)
+D2H = Bar("d2h_vs_pinned_peak", "ratio", at_least=0.90)
+D2D = Bar("gpu_tier_load_vs_d2d", "ratio", at_least=0.85)
+
+
+class _InPlace:
+    """Blocks that lie in pinned slots."""
+
+    reason = ""
+
+    def __init__(self, places: UIntArray) -> None:
+        self._places = places
+        self.blocks = self.whole = len(places)
+        self.readable = np.full(len(places), 0xFF, np.uint8)
+
+    def addresses(self, blocks: IntArray) -> UIntArray:
+        return self._places[blocks]
+
+    def valid(self) -> bool:
+        return True
+
+
+class _Arena:
+    """What a reservation's slots are addressed in: offsets are slot numbers."""
+
+    def __init__(self, places: UIntArray) -> None:
+        self._places = places
+
+    def addresses(self, offsets: UIntArray) -> UIntArray:
+        return self._places[offsets.astype(np.int64)]
+
+
+class Rig:
+    """`blocks` blocks in slots and as many engine blocks, in shuffled order, cross-layer by
+    default: [block][layer][bytes], where a block is one run."""
+
+    def __init__(
+        self, device: Device, transfers: DeviceTransfers, blocks: int, layer_bytes: int, layers: int
+    ) -> None:
+        self.device = device
+        self.transfers = transfers
+        self.blocks = blocks
+        self.layout = BlockLayout(BLOCK_TOKENS, layers, layer_bytes)
+        self.size = blocks * self.layout.slot_bytes
+        self.arena: ByteArray = np.zeros(self.size, np.uint8)
+        self.arena[:] = np.arange(self.size, dtype=np.uint64).view(np.uint8)[: self.size]
+        self.there = device.allocate(self.size)
+        stride = layers * layer_bytes
+        planes = tuple(
+            (Plane(self.there + n * layer_bytes, stride, layer_bytes),) for n in range(layers)
+        )
+        self.target = PagedTarget(self.layout, planes, blocks)
+        self.compute = device.make_stream()
+        order = np.random.default_rng(1).permutation(blocks).astype(np.uint64)
+        self.places = np.uint64(self.arena.ctypes.data) + order * np.uint64(self.layout.slot_bytes)
+        self.ids = np.random.default_rng(2).permutation(blocks)
+        transfers.pin([self.arena])
+
+    def wait_pinned(self) -> None:
+        while self.transfers.describe()["pinned_bytes"] != self.size:
+            time.sleep(0.01)
+
+    def load(self) -> Any:
+        source: Any = _InPlace(self.places)
+        return self.transfers.start_load(LoadPlan(self.target, source, self.ids), self.compute)
+
+    def save(self) -> Any:
+        reservation: Any = Reservation(_Arena(self.places), list(range(self.blocks)))  # type: ignore[arg-type]
+        plan = SavePlan(self.target, reservation, self.ids, np.arange(self.blocks))
+        return self.transfers.start_save(plan, self.compute)
+
+    def seconds_of(self, start: Any) -> float:
+        """Device seconds from hand-over to the last copy of what `start()` starts."""
+        first, last = (self.device.make_event(timed=True) for _ in range(2))
+        self.device.record(first, self.compute)
+        handle = start()
+        self.device.wait(self.compute, handle.end_event)
+        self.device.record(last, self.compute)
+        while not self.device.is_done(last):
+            time.sleep(1e-4)
+        assert handle.is_ended
+        assert not handle.failure, handle.failure
+        return self.device.seconds_between(first, last)
+
+    def plain_seconds(self, destination: int, source: int) -> float:
+        """One copy of everything."""
+        first, last = (self.device.make_event(timed=True) for _ in range(2))
+        self.device.record(first, self.compute)
+        self.device.copy(destination, source, self.size, self.compute)
+        self.device.record(last, self.compute)
+        while not self.device.is_done(last):
+            time.sleep(1e-4)
+        return self.device.seconds_between(first, last)
+
+    def block_bytes(self, block: int) -> ByteArray:
+        """An engine block, brought to the host."""
+        size = self.layout.block_bytes
+        found = self.device.allocate_pinned(size)
+        event = self.device.make_event()
+        self.device.copy(found.ctypes.data, self.there + block * size, size, self.compute)
+        self.device.record(event, self.compute)
+        while not self.device.is_done(event):
+            time.sleep(1e-4)
+        return found
+
+    def check(self) -> None:
+        """A few blocks of the last load are those of their slots."""
+        for number in (0, self.blocks // 2, self.blocks - 1):
+            start = int(self.places[number]) - self.arena.ctypes.data
+            wanted = self.arena[start : start + self.layout.block_bytes]
+            assert np.array_equal(self.block_bytes(int(self.ids[number])), wanted)
+
+
+@contextmanager
+def _real_rig() -> Iterator[Rig]:
+    transfers = DeviceTransfers.open(0)
+    rig = Rig(open_device(0), transfers, GIB_BLOCKS, LAYER_BYTES, LAYERS)
+    try:
+        rig.wait_pinned()
+        yield rig
+    finally:
+        transfers.close()
+
+
+def _ratio(name: str, rounds: int, plain: Any, ours: Any) -> Reading:
+    ratios, rates = [], []
+    for turn in range(rounds + 2):
+        base, measured = plain(), ours()
+        if turn >= 2:
+            ratios.append(base / measured)
+            rates.append((1 << 30) / measured / 1e9)
+    note = (
+        f"{spread(ratios)} of {rounds} pairs; {np.median(rates):.1f} GB/s, 1 GiB in blocks of 2 MiB"
+    )
+    return Reading(name, float(np.median(ratios)), note)
+
+
+def _copies(context: Context) -> Iterable[Reading]:
+    rounds = context.several(9, 3)
+    with _real_rig() as rig:
+        host = rig.arena.ctypes.data
+        yield _ratio(
+            H2D.name,
+            rounds,
+            lambda: rig.plain_seconds(rig.there, host),
+            lambda: rig.seconds_of(rig.load),
+        )
+        rig.seconds_of(rig.load)
+        rig.check()
+        yield _ratio(
+            D2H.name,
+            rounds,
+            lambda: rig.plain_seconds(host, rig.there),
+            lambda: rig.seconds_of(rig.save),
+        )
+
+
+COPIES = Part("copies between host and device", (H2D, D2H), _copies)
+PARTS: tuple[Part, ...] = (COPIES,)
