@@ -46,6 +46,7 @@ def test_kernels_on_the_cpu_equal_numpy() -> None:
     assert mismatches_in_child() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_broken_copy_kernel_shows(bug: str, tmp_path: Path) -> None:
     right, wrong = BUGS[bug]
