@@ -121,7 +121,7 @@ def test_two_engines_share_one_daemon_also_across_processes(
     root = Path(__file__).resolve().parents[3]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(root)}
     with engine_on(store, llama) as engine:
-        engine.one(PROMPTS[1])
+        engine.store(PROMPTS[0], new_tokens=NEW)
         done = subprocess.run(
             [sys.executable, str(script), str(llama), str(store.socket)],
             env=environment,
