@@ -32,6 +32,8 @@ from tests.e2e.kit import SECONDS_MAX, eventually
 
 SMALL = BlockLayout(4, 2, 8192)
 """16 KiB a block: one chunk."""
+BLOCKS_MAX = 64
+"""Of one prompt: shorter ones are its beginning."""
 LARGE = BlockLayout(4, 1, CHUNK_BYTES + 4096)
 """Two chunks a block."""
 
@@ -77,7 +79,8 @@ class Blocks:
         if self.declared.kind is NamespaceKind.FLAT:
             return FlatNames(self.space, [b"%d.%d" % (number, at) for at in range(blocks)])
         chain = Chain(self.space, self.layout.block_tokens)
-        chain.extend(prompt(number, blocks * self.layout.block_tokens))
+        tokens = self.layout.block_tokens
+        chain.extend(prompt(number, BLOCKS_MAX * tokens)[: blocks * tokens])
         return chain
 
     def rows(self, names: Names) -> Any:
