@@ -30,7 +30,7 @@ def _demo(context: Context) -> Reading:
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout[-500:]} {done.stderr[-500:]}")
 
-    seconds = [timed(run) for _ in range(context.several(3, 1))]
+    seconds = [timed(run) for _ in range(context.several(2, 1))]
     note = f"{' '.join(command)}, median of {len(seconds)}; {spread(seconds)}"
     return Reading("demo_tiny_seconds", float(np.median(seconds)), note)
 

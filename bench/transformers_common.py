@@ -4,6 +4,7 @@ Primitives:
   `gemma()`         the model and its tokens, loaded once
   `Prose`           prompts of any length out of the support desk's texts, no two with equal starts
   `Stand`           model + daemon + adapter; `ttft`, `ttft_without`, `settle`, `restart`
+  `stored(...)`     prompts whose prefixes are on NVMe
   `StockCache`      the stock cache filled with a prefix, as if it had never left the process
 """
 
@@ -17,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -133,6 +135,25 @@ class Stand:
             time.sleep(0.01)
 
 
+def stored(
+    here: Stand, prose: Prose, count: int, tokens: int, **arguments: Any
+) -> list[torch.Tensor]:
+    """`count` prefixes on NVMe. One was computed, the others have its bytes under names of their
+    own: that changes no time, and saves as many prefills."""
+    computed = prose.prompt(tokens)
+    here.ttft(prose.after(computed, 1), **arguments)
+    here.settle()
+    handle = here.attached.namespace()
+    blocks = np.empty((tokens // handle.layout.block_tokens, handle.layout.block_bytes), np.uint8)
+    if handle.load(handle.chain(computed[0].numpy()), blocks).blocks != len(blocks):
+        raise RuntimeError("the computed prefix was not stored")
+    prefixes = [prose.prompt(tokens) for _ in range(count)]
+    for prefix in prefixes:
+        handle.store(handle.chain(prefix[0].numpy()), blocks).result(SETTLE_SECONDS_MAX)
+        here.to_disk(prefix)
+    return prefixes
+
+
 @contextmanager
 def stand(
     folder: Path, model: Any, settings: Mapping[str, str] = SETTINGS, **options: Any
@@ -166,5 +187,4 @@ class StockCache:
 def warm_up(context: Context, stand: Stand, ids: torch.Tensor) -> None:
     """Make torch's threads, caches and kernels ready."""
     context.step("warming up the model")
-    for _ in range(2):
-        stand.ttft_without(ids, prefill_chunk_size=RECOMPUTE_CHUNK)
+    stand.ttft_without(ids, prefill_chunk_size=RECOMPUTE_CHUNK)

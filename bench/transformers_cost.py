@@ -109,7 +109,7 @@ def _miss(context: Context) -> Iterator[Reading]:
         shares: list[float] = []
         prefills: list[float] = []
         daemon = here.daemon.cpu_seconds()
-        for _ in range(context.several(7, 3)):
+        for _ in range(context.several(4, 2)):
             ids = prose.prompt(PROMPT_TOKENS)
             prefills.append(meter.prefill(ids))
             shares.append(meter.miss(ids) / prefills[-1])

@@ -17,7 +17,16 @@ import torch
 
 import engine_adapter.transformers as kv
 from bench.harness import Bar, Context, Part, Reading, spread
-from bench.transformers_common import Prose, Stand, StockCache, gemma, stand, timed_dtype, warm_up
+from bench.transformers_common import (
+    Prose,
+    Stand,
+    StockCache,
+    gemma,
+    stand,
+    stored,
+    timed_dtype,
+    warm_up,
+)
 from engine_adapter.loader import LoadThreads, PrefixLoad, Row
 from engine_adapter.prefix import find
 from engine_adapter.statistics import Tally
@@ -26,8 +35,7 @@ from engine_adapter.transformers_cache import KVCache, ModelShape
 BLOCK_TOKENS = 100
 PREFIX_TOKENS = 1500
 SUFFIX_TOKENS = 500
-WARM_UP = 2
-STORE_SECONDS_MAX = 60.0
+WARM_UP = 1
 DEADLINE_SECONDS = 20.0
 HIDDEN = Bar("hf_overlap_hidden_share", "ratio", at_least=0.75)
 
@@ -64,35 +72,18 @@ class Loads:
         self._threads.close()
 
 
-def _store(here: Stand, prose: Prose, count: int) -> list[torch.Tensor]:
-    """`count` prompts whose prefixes are on NVMe: one computed, the others with its bytes."""
-    computed = prose.prompt(PREFIX_TOKENS + 1)
-    here.ttft(computed, prefill_chunk_size=BLOCK_TOKENS)
-    here.settle()
-    handle = here.attached.namespace()
-    blocks = np.empty((PREFIX_TOKENS // BLOCK_TOKENS, handle.layout.block_bytes), np.uint8)
-    if handle.load(handle.chain(computed[0].numpy()), blocks).blocks != len(blocks):
-        raise RuntimeError("the first prompt was not stored")
-    prompts: list[torch.Tensor] = []
-    for _ in range(count):
-        prompt = prose.prompt(PREFIX_TOKENS)
-        handle.store(handle.chain(prompt[0].numpy()), blocks).result(STORE_SECONDS_MAX)
-        here.to_disk(prompt)
-        prompts.append(prose.after(prompt, SUFFIX_TOKENS))
-    return prompts
-
-
 def _overlap(context: Context) -> Iterator[Reading]:
     model, tokens = gemma(timed_dtype())
     prose = Prose(tokens)
     shape = kv.probe(model)
-    rounds = WARM_UP + context.several(12, 3)
+    rounds = WARM_UP + context.several(9, 3)
     with stand(context.folder("overlap"), model, block_tokens=BLOCK_TOKENS, exact=False) as here:
         warm_up(context, here, prose.prompt(PREFIX_TOKENS))
         context.step(f"storing {2 * rounds} prefixes of {PREFIX_TOKENS} tokens")
-        prompts = _store(here, prose, 2 * rounds)
+        prefixes = stored(here, prose, 2 * rounds, PREFIX_TOKENS, prefill_chunk_size=BLOCK_TOKENS)
+        prompts = [prose.after(prefix, SUFFIX_TOKENS) for prefix in prefixes]
         stock = StockCache(model, prompts[0][:, :PREFIX_TOKENS], BLOCK_TOKENS)
-        compute = [here.ttft_without(prompts[0], **stock.copied()) for _ in range(7)]
+        compute = [here.ttft_without(prompts[0], **stock.copied()) for _ in range(3)]
         rate = PREFIX_TOKENS * shape.tensors(1).block_layout.block_bytes / np.median(compute)
         context.step(f"the daemon again, its disk at {rate / 1e6:.0f} MB/s")
         here.daemon.command = (sys.executable, "-m", "bench.slow_disk", f"{rate:.0f}", "serve")

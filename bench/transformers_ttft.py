@@ -14,6 +14,7 @@ from bench.transformers_common import (
     StockCache,
     gemma,
     stand,
+    stored,
     timed_dtype,
     warm_up,
 )
@@ -38,10 +39,10 @@ def _host(context: Context) -> Iterator[Reading]:
         warm_up(context, here, prose.prompt(PREFIX_TOKENS))
         here.ttft(prose.after(prefix, 1))
         here.settle()
-        asked = [prose.after(prefix, NEW_TOKENS) for _ in range(context.several(42, 6))]
+        asked = [prose.after(prefix, NEW_TOKENS) for _ in range(context.several(22, 6))]
         if context.wants(VS_RECOMPUTE.name):
             context.step("host hits beside prefilling again")
-            yield _vs_recompute(here, asked[: context.several(9, 3)])
+            yield _vs_recompute(here, asked[: context.several(6, 3)])
         if context.wants(VS_WARM.name):
             context.step("host hits beside a warm cache")
             yield _vs_warm(here, StockCache(model, prefix, BLOCK_TOKENS), asked)
@@ -73,13 +74,9 @@ def _nvme(context: Context) -> Iterator[Reading]:
     prose = Prose(tokens)
     with stand(context.folder("nvme"), model, block_tokens=BLOCK_TOKENS) as here:
         warm_up(context, here, prose.prompt(PREFIX_TOKENS))
-        count = context.several(8, 3)
-        context.step(f"storing {count} prompts, then a SIGKILL")
-        prefixes = [prose.prompt(PREFIX_TOKENS) for _ in range(count)]
-        for prefix in prefixes:
-            here.ttft(prose.after(prefix, 1))
-            here.settle()
-            here.to_disk(prefix)
+        count = context.several(6, 3)
+        context.step(f"storing {count} prefixes, then a SIGKILL")
+        prefixes = stored(here, prose, count, PREFIX_TOKENS)
         here.restart()
         context.step("NVMe hits beside prefilling again")
         asked = [prose.after(prefix, NEW_TOKENS) for prefix in prefixes]
