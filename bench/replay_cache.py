@@ -41,18 +41,19 @@ class Model:
     token_bytes: int
     host: LinkCost = _HOST
     nvme: LinkCost = _NVME
+    block_tokens: int = BLOCK_TOKENS
 
     @property
     def block_bytes(self) -> int:
-        return self.token_bytes * BLOCK_TOKENS
+        return self.token_bytes * self.block_tokens
 
     def block_seconds(self, depths: IntArray) -> FloatArray:
         """Prefill of the block at each depth."""
-        start = depths * float(BLOCK_TOKENS)
-        return self.prefill.seconds(start, start + BLOCK_TOKENS)
+        start = depths * float(self.block_tokens)
+        return self.prefill.seconds(start, start + self.block_tokens)
 
     def prefix_seconds(self, blocks: int) -> float:
-        return self.prefill.seconds(0.0, float(blocks * BLOCK_TOKENS))
+        return self.prefill.seconds(0.0, float(blocks * self.block_tokens))
 
     def load_seconds(self, tier: Tier) -> float:
         """One block, up to the engine."""
@@ -163,7 +164,7 @@ class Tiers:
             host_slots=host_blocks, nvme_slots=nvme_blocks, capacity=host_blocks + nvme_blocks
         )
         self.model = model
-        costs = BlockCosts(self.catalog, KnownCosts(model), np.array([BLOCK_TOKENS]))
+        costs = BlockCosts(self.catalog, KnownCosts(model), np.array([model.block_tokens]))
         self.policy = Timed(
             make_policy(policy, self.catalog, costs, WearPrice(write_bytes_per_second))
         )
@@ -184,16 +185,15 @@ class Tiers:
         below = self._below(rows)
         rows = rows[: len(below)]
         found = len(rows)
-        shape = RequestShape(asked, found)
         if found:
             catalog.pins[rows] += 1
-            self.policy.touched(rows, now, shape)
+            self.policy.touched(rows, now, RequestShape(asked, found))
             if self.nvme.held.size:
                 self._write(self._unwritten(rows), now)
                 self._load(rows[below], now)
             self._count(found, int(np.count_nonzero(below)))
         if found < asked:
-            rows = self._store(rows, names, now, shape)
+            rows = self._store(rows, names, now)
         catalog.pins[rows] -= 1
         self.outcome.touches += asked
         self.outcome.hit_lengths.append(found)
@@ -223,7 +223,7 @@ class Tiers:
             self.catalog.set_host(rows, READY, self.host.take(rows.size))
             self.policy.inserted(rows, now)
 
-    def _store(self, rows: IntArray, names: bytes, now: float, shape: RequestShape) -> IntArray:
+    def _store(self, rows: IntArray, names: bytes, now: float) -> IntArray:
         """The rest of the chain comes into host memory, as far as there is room."""
         catalog, found = self.catalog, len(rows)
         room = self._make_room(len(names) // 32 - found, now)
@@ -239,7 +239,7 @@ class Tiers:
         )
         catalog.pins[new] += 1
         catalog.set_host(new, READY, self.host.take(room))
-        self.policy.inserted(new, now, shape)
+        self.policy.inserted(new, now, RequestShape(found + room, found))
         self.outcome.stored_blocks += room
         if self.nvme.held.size:
             self._write(new, now)

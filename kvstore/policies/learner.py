@@ -1,18 +1,20 @@
-"""What the value policy learns from: uses and departures, noted one by one, digested in batches.
+"""What the value policy learns from: uses, noted one by one and digested in batches.
 
-Primitive: `Learner`: `used`, `came`, `left` note what happened; `hazard` and `shadow` are what was
-learnt. A note costs a few array writes; ghosts, curves and the shadow see a batch of them at once,
-which is a tenth of the work. Every few thousand touches the curves are fitted anew to all that is
-known, in slices of under a millisecond.
+Primitive: `Learner`: `used`, `came`, `left` tell what happened; `hazard` and `shadow` are what was
+learnt. A note costs a few array operations; curves and shadow see some hundred of them at once.
+Every few thousand touches the curves are fitted anew to all that is known, in slices of under a
+millisecond.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.catalog import Catalog
-from kvstore.policies.ghosts import Ghosts, Remembered, joined
+from kvstore.policies.ghosts import Ghosts, Remembered
 from kvstore.policies.hazard import Hazard, Intervals
 from kvstore.policies.shadow import Shadow
 from kvstore.types import FloatArray, IntArray
@@ -24,9 +26,13 @@ _BATCH = 512
 _SWEEP = 16384
 """Entries looked at in one go."""
 _FIT_TOUCHES_MIN = 1024
-_FIT_SHARE = 8
+_FIT_SHARE = 2
 """A fit looks at everything known; it is due after a touch for each so many of that."""
 _GHOSTS_A_ROW = 1.5
+
+
+_Uses: TypeAlias = tuple[FloatArray, IntArray, FloatArray, float]
+"""Times of the uses before, classes, prefill seconds; the time of these uses."""
 
 
 def use_class(uses: NDArray[np.integer]) -> IntArray:
@@ -41,6 +47,26 @@ def keys_of(catalog: Catalog, rows: IntArray) -> NDArray[np.uint64]:
     return keys
 
 
+def _renamed(classes: NDArray[np.uint16], uses: NDArray[np.integer]) -> IntArray:
+    """The same shapes with other uses."""
+    renamed: IntArray = classes.astype(np.int64) // USE_CLASSES * USE_CLASSES + use_class(uses)
+    return renamed
+
+
+def _joined(uses: list[_Uses]) -> tuple[FloatArray, IntArray, FloatArray, FloatArray]:
+    """Last uses, classes, seconds and times of all, one entry a block."""
+    if not uses:
+        return np.empty(0), np.empty(0, np.int64), np.empty(0), np.empty(0)
+    last_use, classes, seconds, times = zip(*uses, strict=True)
+    counts = [each.size for each in last_use]
+    return (
+        np.concatenate(last_use),
+        np.concatenate(classes),
+        np.concatenate(seconds),
+        np.repeat(times, counts),
+    )
+
+
 class Learner:
     """`classes` u16[rows] and `density` f32[rows] (prefill seconds a byte) are the policy's, kept
     as long as the catalog's columns.
@@ -53,9 +79,9 @@ class Learner:
         self.shadow = Shadow()
         self.classes: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self.density: NDArray[np.float32] = np.zeros(0, np.float32)
-        self._uses: list[tuple[FloatArray, IntArray, FloatArray, float]] = []
-        self._arrivals: list[tuple[IntArray, NDArray[np.uint64], float]] = []
-        self._departures: list[tuple[NDArray[np.uint64], Remembered]] = []
+        self._hits: list[_Uses] = []
+        self._returns: list[_Uses] = []
+        self._new = 0
         self._noted = 0
         self._touches_until_fit = _FIT_TOUCHES_MIN
         self._sweep_at = -1
@@ -83,87 +109,58 @@ class Learner:
         self.hazard.grow(groups)
         self._sweep_at = -1
 
-    # ------------------------------------------------------------ noted
+    # ------------------------------------------------------------ told
 
     def used(
         self, last_use: FloatArray, classes: IntArray, seconds: FloatArray, now: float
     ) -> None:
         """Held blocks were used: when before, their class then, the prefill seconds saved."""
-        self._uses.append((last_use, classes, seconds, now))
+        self._hits.append((last_use, classes, seconds, now))
         self._note(last_use.size, now)
 
     def came(self, rows: IntArray, now: float) -> None:
-        """Rows are new; whether they were here before turns out later."""
-        self._arrivals.append((rows, keys_of(self._catalog, rows), now))
+        """New rows; what a ghost remembers has been used once more, which its class shows."""
+        catalog = self._catalog
+        found, known = self.ghosts.take(keys_of(catalog, rows))
+        self._new += rows.size - found.size
+        if found.size:
+            again = rows[found]
+            catalog.uses[again] = np.maximum(catalog.uses[again], known.uses + 1)
+            self.classes[again] = _renamed(self.classes[again], catalog.uses[again])
+            seconds = self.density[again] * catalog.length[again].astype(np.float64)
+            classes = use_class(known.uses) + USE_CLASSES * known.shapes
+            self._returns.append((known.last_use, classes, seconds, now))
         self._note(rows.size, now)
 
     def left(self, rows: IntArray, now: float) -> None:
-        """The last replicas of rows leave."""
+        """The last replicas of rows leave; what is known of them stays a while."""
         catalog = self._catalog
-        known = Remembered(
-            catalog.last_use[rows],
-            catalog.uses[rows].astype(np.int64),
-            self.classes[rows].astype(np.int64) // USE_CLASSES,
-        )
-        self._departures.append((keys_of(catalog, rows), known))
-        self._note(0, now)
+        self._make_room_for_ghosts(now)
+        shapes = self.classes[rows].astype(np.int64) // USE_CLASSES
+        known = Remembered(catalog.last_use[rows], catalog.uses[rows].astype(np.int64), shapes)
+        self._forget(self.ghosts.put(keys_of(catalog, rows), known), now)
 
     def _note(self, touches: int, now: float) -> None:
-        self._noted += 1 + touches
+        self._noted += touches
         self._touches_until_fit -= touches
         if self._noted >= _BATCH:
-            self.digest(now)
+            self._noted = 0
+            self._digest(now)
 
     # ------------------------------------------------------------ digested
 
-    def digest(self, now: float) -> None:
-        """Learn from what was noted; departures first, as a block may have come back since."""
-        self._noted = 0
-        departures, self._departures = self._departures, []
-        if departures:
-            self._make_room_for_ghosts(now)
-            keys = np.concatenate([keys for keys, _ in departures])
-            known = joined([known for _, known in departures])
-            self._forget(self.ghosts.put(keys, known), now)
-        self._digest_uses()
-        self._digest_arrivals()
+    def _digest(self, now: float) -> None:
+        """Learn from the uses noted since the last time."""
+        hits, returns = _joined(self._hits), _joined(self._returns)
+        held, was_held = self.shadow.holds(hits[0]), self.shadow.holds(returns[0])
+        both = float(hits[2][held].sum())
+        self.shadow.judge(float(hits[2].sum()) - both, float(returns[2][was_held].sum()), both)
+        for last_use, classes, _, times in (hits, returns):
+            self.hazard.closed.add(classes, times - last_use)
+        self.shadow.moved(np.concatenate((hits[0], returns[0])), self._new, now)
+        self._hits, self._returns, self._new = [], [], 0
         if self._touches_until_fit <= 0:
             self._work(now)
-
-    def _digest_uses(self) -> None:
-        uses, self._uses = self._uses, []
-        if not uses:
-            return
-        last_use, classes, seconds = (
-            np.concatenate([noted[column] for noted in uses]) for column in range(3)
-        )
-        now = np.repeat([noted[3] for noted in uses], [noted[0].size for noted in uses])
-        self.hazard.closed.add(classes, now - last_use)
-        held = self.shadow.holds(last_use)
-        total, both = float(seconds.sum()), float(seconds[held].sum())
-        self.shadow.judge(total - both, 0.0, both)
-        self.shadow.moved(last_use, 0, uses[-1][3])
-
-    def _digest_arrivals(self) -> None:
-        arrivals, self._arrivals = self._arrivals, []
-        if not arrivals:
-            return
-        catalog = self._catalog
-        rows = np.concatenate([noted[0] for noted in arrivals])
-        keys = np.concatenate([noted[1] for noted in arrivals])
-        now = np.repeat([noted[2] for noted in arrivals], [noted[0].size for noted in arrivals])
-        stays = keys_of(catalog, rows) == keys
-        found, known = self.ghosts.take(keys)
-        self.shadow.moved(known.last_use, rows.size - found.size, arrivals[-1][2])
-        classes = use_class(known.uses) + USE_CLASSES * known.shapes
-        self.hazard.closed.add(classes, now[found] - known.last_use)
-        again, uses = rows[found][stays[found]], known.uses[stays[found]] + 1
-        catalog.uses[again] = np.maximum(catalog.uses[again], uses)
-        shapes = self.classes[again] // USE_CLASSES
-        self.classes[again] = use_class(catalog.uses[again]) + USE_CLASSES * shapes
-        was_held = self.shadow.holds(known.last_use)
-        lost = self.density[rows[found]] * catalog.length[rows[found]].astype(np.float64)
-        self.shadow.judge(0.0, float(lost[was_held].sum()), 0.0)
 
     def _forget(self, lost: Remembered, now: float) -> None:
         """Ghosts that made way: their intervals were seen up to now, without a use."""
