@@ -6,12 +6,13 @@ for the verbs.
 """
 
 from kvstore.client.committer import StoreTicket
+from kvstore.client.control import Existence, ListedPage
 from kvstore.client.core import DirectoryReads, KVClient
 from kvstore.client.groups import LeasedGroup, Ready
 from kvstore.client.lease import ReadLease
 from kvstore.client.loading import LoadResult
 from kvstore.client.names import FlatNames, Names, RawNames
-from kvstore.client.namespace import Existence, ListedPage, NamespaceHandle
+from kvstore.client.namespace import NamespaceHandle
 from kvstore.client.reservation import SharedReservation, WriteReservation
 from kvstore.client.statistics import ClientStatistics
 

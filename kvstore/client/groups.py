@@ -71,6 +71,8 @@ class LeasedGroup:
     """Tier a block was read from: where it lay when the lease was given."""
     readable: ByteArray = field(init=False)
     """Bit mask of parts a block."""
+    needed: int = 0
+    """Blocks before it, counted from `first`, are nobody's business: the engine computes them."""
 
     def __post_init__(self) -> None:
         # Bytes for what is done part by part, an array over them for what is done at once.
@@ -105,8 +107,14 @@ class LeasedGroup:
 
     @property
     def whole(self) -> int:
-        """Leading blocks of [first, blocks) that are readable as a whole."""
-        is_whole = self.readable == self.all_parts
+        """Blocks of [first, blocks) up to the first one needed that is not readable as a whole."""
+        is_whole = self.readable[self.needed :] == self.all_parts
+        return self.needed + (len(is_whole) if is_whole.all() else int(is_whole.argmin()))
+
+    @property
+    def whole_at_end(self) -> int:
+        """Last blocks that are readable as a whole."""
+        is_whole = self.readable[::-1] == self.all_parts
         return len(is_whole) if is_whole.all() else int(is_whole.argmin())
 
     def take_grant(self, grant: Any, news: News) -> None:
@@ -150,12 +158,12 @@ class LeasedGroup:
             yield Ready(number, self.first + start, stop - start, _PARTS_OF[mask])
 
     def holds(self, directory: DirectoryReader) -> bool:
-        """Whether the leading whole blocks lie where and as they were promised.
+        """Whether the leading whole blocks, from the first one needed, lie where and as promised.
 
         Whole blocks behind the first hole that do not (they fell with the block that failed) stop
         being readable.
         """
-        read = np.flatnonzero(self.readable == self.all_parts)
+        read = self.needed + np.flatnonzero(self.readable[self.needed :] == self.all_parts)
         names = np.frombuffer(self.joined, np.uint8).reshape(-1, FINGERPRINT_BYTES)
         found = directory.lookup_each(self.index, names[self.first + read])
         promised = self.generations[read]

@@ -3,6 +3,7 @@
 Primitives:
   `find_in_host(handle, names)`   leading blocks READY in the host tier; no call, no lease
   `under_lease(handle, names)`    the longest prefix of any tier, held by a lease
+  `timings_of(handle)`            where to tell what prefills and copies took
   `granted_spans(...)`            the slots of a write reservation
   `granted_addresses`, `arena_regions`   the same memory for copies by a device
 Both finders give `InPlace`: slots that follow each other as one array, what is readable by now, and
@@ -24,10 +25,17 @@ from kvstore.client.life import Life
 from kvstore.client.names import Names, stretch
 from kvstore.client.namespace import NamespaceHandle
 from kvstore.client.reservation import WriteReservation
+from kvstore.client.timings import Timings
 from kvstore.directory import Found
 from kvstore.errors import InvalidRequest
+from kvstore.planner import Ability, Plan
 from kvstore.rpc.wire import NO_OFFSET
 from kvstore.types import FINGERPRINT_BYTES, ByteArray, IntArray, Tier, UIntArray
+
+
+def timings_of(handle: NamespaceHandle) -> Timings:
+    """Where an engine tells what its prefills and copies took; the daemon plans with it."""
+    return handle._keeper.timings
 
 
 class Span(NamedTuple):
@@ -55,6 +63,17 @@ class InPlace(Protocol):
     @property
     def whole(self) -> int:
         """Leading blocks that are readable as a whole by now."""
+
+    @property
+    def whole_at_end(self) -> int:
+        """Last blocks that are readable as a whole by now."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """How to load them, if that was asked for and is known."""
+
+    def need_from(self, block: int) -> None:
+        """The engine computes blocks before it by itself: `valid` and `whole` leave them out."""
 
     def arrivals(self, deadline_seconds: float) -> Iterator[None]:
         """One turn whenever more became readable, part by part across all blocks.
@@ -102,10 +121,18 @@ def find_in_host(handle: NamespaceHandle, names: Names) -> InPlace | None:
 
 
 def under_lease(
-    handle: NamespaceHandle, names: Names, *, deadline_seconds: float | None = None
+    handle: NamespaceHandle,
+    names: Names,
+    *,
+    deadline_seconds: float | None = None,
+    ability: Ability | None = None,
 ) -> InPlace:
-    """Never raises for what the daemon does or does not do: `blocks` 0 and `reason` tell."""
-    return _LeasedBlocks(handle, handle.lease(names, deadline_seconds=deadline_seconds))
+    """Never raises for what the daemon does or does not do: `blocks` 0 and `reason` tell.
+
+    With `ability` it is cut to what is worth loading; `plan` says how.
+    """
+    lease = handle.lease(names, deadline_seconds=deadline_seconds, ability=ability)
+    return _LeasedBlocks(handle, lease)
 
 
 def granted_spans(handle: NamespaceHandle, reservation: WriteReservation) -> Iterator[Span]:
@@ -174,8 +201,12 @@ class _HostBlocks:
         self._joined = joined
         self._found = found
         self._offsets: list[int] = found.offsets.tolist()
-        self.blocks = self.whole = found.count
+        self.blocks = self.whole = self.whole_at_end = found.count
+        self.plan: Plan | None = None
         self.tiers: ByteArray = np.full(found.count, Tier.HOST, np.uint8)
+
+    def need_from(self, block: int) -> None:
+        """All of it was here at once; nothing is left out."""
 
     def arrivals(self, deadline_seconds: float) -> Iterator[None]:
         yield
@@ -233,6 +264,18 @@ class _LeasedBlocks:
     @property
     def whole(self) -> int:
         return 0 if self._group is None else self._group.whole
+
+    @property
+    def whole_at_end(self) -> int:
+        return 0 if self._group is None else self._group.whole_at_end
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._lease.plan
+
+    def need_from(self, block: int) -> None:
+        if self._group is not None:
+            self._group.needed = block
 
     def arrivals(self, deadline_seconds: float) -> Iterator[None]:
         if self._group is not None:
