@@ -221,7 +221,7 @@ def _best_prefixes(gains: FloatArray, starts_chain: BoolArray) -> BoolArray:
     """Of each chain the blocks up to where the gains summed up are highest, if above 0."""
     chosen = np.zeros(gains.size, np.bool_)
     starts = np.flatnonzero(starts_chain)
-    for start, stop in zip(starts, np.append(starts[1:], gains.size), strict=True):
+    for start, stop in zip(starts, np.append(starts, gains.size)[1:], strict=True):
         summed = gains[start:stop].cumsum()
         best = int(summed.argmax())
         chosen[start : start + best + 1] = summed[best] > 0.0
