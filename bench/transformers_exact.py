@@ -2,7 +2,8 @@
 
 Of the prompts of each dtype some go to Gemma, past its window of 512 tokens, the others to small
 random models (full attention; sliding windows) whose wide weights show every wrong key. The
-control swaps two stored blocks: it must show.
+control swaps two stored blocks, of two prompts: it must show. (Swapped within one prompt they would
+show in sliding windows only: keys carry their positions, full attention sees a set.)
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _sliding() -> Any:
 def _subjects(context: Context, dtype: torch.dtype) -> Iterator[Subject]:
     """Gemma gets few prompts where the processor emulates the dtype."""
     is_slow = dtype == torch.bfloat16 != timed_dtype()
-    tiny, gemmas, each = (13, 1, 1) if is_slow else (12, 2, 2)
+    tiny, gemmas, each = (13, 2, 1) if is_slow else (12, 2, 2)
     prefixes = context.several(tiny, 2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other cost more than they compute
@@ -93,7 +94,7 @@ def _subjects(context: Context, dtype: torch.dtype) -> Iterator[Subject]:
     yield Subject("tiny sliding windows", _sliding().to(dtype), 32, prefixes, 4, 8)
     torch.set_num_threads(threads)
     model, tokens = gemma(dtype)
-    yield Subject("Gemma", model, 128, context.several(gemmas, 1), each, 5, Prose(tokens))
+    yield Subject("Gemma", model, 128, gemmas, each, 5, Prose(tokens))
 
 
 def _run(here: Stand, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -131,9 +132,11 @@ def _differing(ours: torch.Tensor, expected: torch.Tensor) -> int:
 def _measure(here: Stand, subject: Subject, seen: Seen) -> None:
     """Every prefix is stored by a miss, then asked for by hits that go on differently."""
     size = subject.block_tokens
+    prefixes = []
     for number in range(subject.prefixes):
         blocks = subject.blocks_max - number % (subject.blocks_max - 1)
         prefix = subject.prompt(blocks * size)
+        prefixes.append(prefix)
         _run(here, subject.after(prefix, 1))
         here.settle()
         for turn in range(subject.prompts_each):
@@ -142,25 +145,29 @@ def _measure(here: Stand, subject: Subject, seen: Seen) -> None:
             seen.differing += _differing(_hit(here, ids, blocks * size), expected)
             seen.values += expected.numel()
             seen.prompts.append(subject.name)
-    seen.controls.append(_swapped(here, ids, blocks, expected))
+    _swap_last(here, *prefixes[-2:])
+    seen.controls.append(_differing(_hit(here, ids, blocks * size), expected))
 
 
-def _swapped(here: Stand, ids: torch.Tensor, count: int, expected: torch.Tensor) -> int:
-    """Differing logits of the same prompt with its last two stored blocks swapped."""
+def _swap_last(here: Stand, *prefixes: torch.Tensor) -> None:
+    """Store two prefixes anew, the last block that both have swapped."""
     handle = here.attached.namespace()
-    chain = handle.chain(ids[0, : count * handle.layout.block_tokens].numpy())
-    blocks = np.empty((count, handle.layout.block_bytes), np.uint8)
-    if handle.load(chain, blocks).blocks != count:
-        raise RuntimeError("the stored blocks cannot be read")
+    chains = [handle.chain(prefix[0].numpy()) for prefix in prefixes]
+    stored = [np.empty((len(chain), handle.layout.block_bytes), np.uint8) for chain in chains]
+    for chain, blocks in zip(chains, stored, strict=True):
+        if handle.load(chain, blocks).blocks != len(chain):
+            raise RuntimeError("the stored blocks cannot be read")
+    one, two = stored
+    last = min(len(one), len(two)) - 1
+    one[last], two[last] = two[last].copy(), one[last].copy()
     handle.clear()
-    order = [*range(count - 2), count - 1, count - 2]
     end = time.monotonic() + RECLAIM_SECONDS_MAX
-    # What was cleared is still being reclaimed for a moment.
-    while not all(status in DONE for status in handle.store(chain, blocks[order]).result(20.0)):
-        if time.monotonic() > end:
-            raise RuntimeError("the swapped blocks were not stored")
-        time.sleep(0.05)
-    return _differing(_hit(here, ids, count * handle.layout.block_tokens), expected)
+    for chain, blocks in zip(chains, stored, strict=True):
+        # What was cleared is still being reclaimed for a moment.
+        while not all(status in DONE for status in handle.store(chain, blocks).result(20.0)):
+            if time.monotonic() > end:
+                raise RuntimeError("the swapped blocks were not stored")
+            time.sleep(0.05)
 
 
 def _exact(context: Context) -> Iterator[Reading]:

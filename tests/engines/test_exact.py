@@ -115,18 +115,24 @@ def test_a_conversation_is_exact_turn_by_turn(attach: Attach) -> None:
     assert attached.last.hit_tokens >= 2 * BLOCK
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_control_swapped_blocks_show(attach: Attach, model: Callable[..., Any]) -> None:
-    attached = attach(model())
-    ids = prompt(4 * BLOCK + 1)
-    expected = plain(attached, ids)
-    run(attached.model, ids)
-    settled(attached)
+def test_control_a_block_of_another_prompt_shows(
+    attach: Attach, model: Callable[..., Any], dtype: Any
+) -> None:
+    """Not one of the same prompt: keys carry their positions, and full attention sees a set."""
+    attached = attach(model(dtype))
     handle = attached.namespace()
-    chain = handle.chain(ids[0].numpy())
-    blocks = np.empty((4, handle.layout.block_bytes), np.uint8)
-    assert handle.load(chain, blocks).blocks == 4
-    put_instead(handle, chain, blocks[[0, 1, 3, 2]])
+    stored = np.empty((2, 4, handle.layout.block_bytes), np.uint8)
+    for blocks in stored:
+        ids = prompt(4 * BLOCK + 1)
+        expected = plain(attached, ids)
+        run(attached.model, ids)
+        settled(attached)
+        chain = handle.chain(ids[0].numpy())
+        assert handle.load(chain, blocks).blocks == 4
+    stored[1, 3] = stored[0, 3]
+    put_instead(handle, chain, stored[1])
     found = run(attached.model, ids)
     assert attached.last.hit_tokens == 4 * BLOCK
     assert found.differs(expected) > 0
