@@ -25,7 +25,7 @@ BARS = (
     Bar("scheduler_hook_us_p99", "us", at_most=300),
     Bar("idle_step_us", "us", at_most=30),
 )
-DAEMON = {"host.bytes": "1GiB", "nvme.bytes_max": "0"}
+DAEMON = {"host.bytes": "1GiB", "nvme.enabled": "false"}
 OPTIONS = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 2048, "dtype": "bfloat16"}
 
 

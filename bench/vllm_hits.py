@@ -18,7 +18,7 @@ from bench.vllm_child import EngineProcess
 
 TOKENS = 1900
 GEMMA = OUT / "models" / "gemma3-270m"
-DAEMON = {"host.bytes": "1GiB", "nvme.bytes_max": "0"}
+DAEMON = {"host.bytes": "1GiB", "nvme.enabled": "false"}
 OPTIONS = {
     "dtype": "bfloat16",
     "kv_cache_memory_bytes": 512 << 20,

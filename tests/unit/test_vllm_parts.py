@@ -1,0 +1,207 @@
+"""The vLLM connector's small parts: settings, names of files, the ring, speeds, reports.
+
+Field cases VLLM-3, 11, 12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.refusal import Refused
+from engine_adapter.vllm_identity import (
+    EngineFacts,
+    GroupFacts,
+    adapter_digest,
+    files_digest,
+    lanes_of,
+    weights_digest_of,
+)
+from engine_adapter.vllm_orders import Stretch, WorkerReport
+from engine_adapter.vllm_save import Ring
+from engine_adapter.vllm_settings import settings_from
+from engine_adapter.vllm_speed import Speeds
+from engine_adapter.vllm_statistics import Counts, added
+from kvstore.fingerprint import chain
+from kvstore.types import NamespaceId
+
+FACTS = EngineFacts(
+    architecture="Llama",
+    config={"hidden_size": 64, "rope_theta": 10000.0},
+    weights_digest="w",
+    model_length=4096,
+    dtype="bfloat16",
+    kv_dtype="auto",
+    quantization="",
+    layout="LBHNC",
+    attention="cpu",
+    versions=(("vllm", "0.32.0"),),
+    ranks=2,
+    groups=(GroupFacts(0, "FullAttentionSpec", ("a", "b"), 32, 4096, 2, 32, 0, False),),
+)
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [
+        ({"sockett": "x"}, "sockett"),
+        ({"lookup_seconds": "soon"}, "lookup_seconds"),
+        ({"lookup_seconds": True}, "lookup_seconds"),
+        ({"staging_bytes": 1.5}, "staging_bytes"),
+        ({"stall_seconds": -1.0}, "stall_seconds"),
+        ({"layerwise": "sometimes"}, "layerwise"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused_by_name(extra: Any, word: str) -> None:
+    with pytest.raises(Refused, match=word):
+        settings_from(extra)
+
+
+def test_settings_take_whole_numbers_for_seconds() -> None:
+    assert settings_from({"load_seconds": 3}).load_seconds == 3.0
+
+
+def test_whatever_shapes_the_bytes_shapes_the_names() -> None:
+    group = FACTS.groups[0]
+    others = [
+        {"weights_digest": "other"},
+        {"config": {"hidden_size": 65, "rope_theta": 10000.0}},
+        {"dtype": "float32"},
+        {"kv_dtype": "fp8"},
+        {"quantization": "awq"},
+        {"layout": "LBNHC"},
+        {"versions": (("vllm", "0.33.0"),)},
+        {"ranks": 4},
+        {"tenant_salt": "s"},
+        {"variant": "v"},
+        {"groups": (dataclasses.replace(group, block_tokens=64),)},
+        {"groups": (dataclasses.replace(group, window_tokens=64),)},
+        {"groups": (dataclasses.replace(group, layer_names=("a", "c")),)},
+    ]
+    seen = {lane.namespace for lane in lanes_of(FACTS)}
+    assert len(seen) == 2, "a rank each"
+    for change in others:
+        names = {lane.namespace for lane in lanes_of(dataclasses.replace(FACTS, **change))}
+        assert not names & seen, change
+        seen |= names
+    named = {"_name_or_path": "elsewhere", **FACTS.config}
+    same = lanes_of(dataclasses.replace(FACTS, config=named))
+    assert {lane.namespace for lane in same} <= seen
+
+
+def test_the_length_counts_only_where_positions_depend_on_it() -> None:
+    longer = dataclasses.replace(FACTS, model_length=8192)
+    assert lanes_of(longer) == lanes_of(FACTS)
+    scaled = {**FACTS.config, "rope_scaling": {"rope_type": "longrope"}}
+    short = dataclasses.replace(FACTS, config=scaled)
+    assert lanes_of(dataclasses.replace(short, model_length=8192)) != lanes_of(short)
+
+
+def test_ranks_with_equal_bytes_share_one_lane() -> None:
+    group = dataclasses.replace(FACTS.groups[0], is_shared=True)
+    (lane,) = lanes_of(dataclasses.replace(FACTS, groups=(group,)))
+    assert lane.is_loaded_by(0)
+    assert lane.is_loaded_by(1)
+    assert lanes_of(dataclasses.replace(FACTS, groups=(group,), ranks=4)) == (lane,)
+
+
+def test_weights_and_adapters_are_named_by_content(tmp_path: Path) -> None:
+    for folder, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_model.safetensors").write_bytes(content)
+    digests = [adapter_digest(SimpleNamespace(lora_path=str(tmp_path / n))) for n in "abc"]
+    assert digests[0] == digests[1] != digests[2]
+    assert weights_digest_of(str(tmp_path / "a"), "") == files_digest(
+        tmp_path / "a", (".safetensors",)
+    )
+    assert weights_digest_of("nowhere", "given") == "given"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Refused, match="weights_digest"):
+        weights_digest_of(str(tmp_path / "empty"), "")
+    with pytest.raises(Refused, match="adapter"):
+        adapter_digest(SimpleNamespace(lora_path=str(tmp_path / "no"), lora_name="x"))
+
+
+@given(st.lists(st.integers(1, 60), max_size=60), st.randoms(use_true_random=False))
+def test_the_ring_never_hands_out_what_is_taken(sizes: list[int], draw: Any) -> None:
+    ring, taken = Ring(100), deque[tuple[Any, int]]()
+    for mark, size in enumerate(sizes):
+        rows = ring.take(size, 1)
+        if rows is None:
+            assert taken, "an empty ring has room"
+        else:
+            rows[:] = mark % 251
+            taken.append((rows, mark % 251))
+        while taken and (rows is None or draw.random() < 0.4):
+            oldest, value = taken.popleft()
+            assert (oldest == value).all()
+            ring.give_back()
+            rows = oldest
+    assert all((rows == value).all() for rows, value in taken)
+    assert Ring(100).take(101, 1) is None
+
+
+def test_names_of_a_stretch_are_those_of_its_chain() -> None:
+    whole = chain(NamespaceId(b"n" * 32), range(10 * 4), 4)
+    part = Stretch.of(whole, 3, 8)
+    assert len(part) == 5
+    assert part.parent_of(0) == whole[2]
+    assert part.parent_of(2) == whole[4]
+    assert part.part(1, 3) == Stretch.of(whole, 4, 6)
+    assert Stretch.of(whole, 0, 2).parent_of(0) == whole.namespace
+
+
+def test_reports_of_ranks_keep_the_worst_of_both() -> None:
+    left = WorkerReport(2, {1: 3}, {b"a"}, {"r"}, False, 5.0)
+    right = WorkerReport(1, {2: 4}, {b"b"}, set(), True, 0.0)
+    assert left.merge(right) == WorkerReport(1, {1: 3, 2: 4}, {b"a", b"b"}, {"r"}, True, 5.0)
+
+
+def test_speeds_follow_what_was_seen() -> None:
+    now = [0.0]
+    speeds = Speeds(lambda: now[0])
+    assert speeds.prefill_seconds(100) == 0.0
+    for _ in range(20):
+        speeds.step_begins(1000)
+        now[0] += 0.5
+        speeds.step_ends()
+    assert speeds.prefill_seconds(1000) == pytest.approx(0.5)
+    speeds.step_begins(1)
+    now[0] += 9.0
+    speeds.step_ends()
+    assert speeds.prefill_seconds(1000) == pytest.approx(0.5), "a decode step tells nothing"
+
+
+def test_counts_are_taken_once_and_names_are_known() -> None:
+    counts = Counts()
+    counts.add(loads=2, loads_failed=0)
+    assert counts.take() == {"loads": 2}
+    assert counts.take() == {}
+    with pytest.raises(KeyError):
+        counts.add(lods=1)
+    assert added({"a": 1}, {"a": 2, "b": 3}) == {"a": 3, "b": 3}
+
+
+def test_pages_move_only_the_layers_asked_for() -> None:
+    from engine_adapter.vllm_blocks import LanePages
+
+    lane = lanes_of(FACTS)[0]
+    memory = [np.zeros((4, lane.layout.layer_bytes), np.uint8) for _ in range(2)]
+    pages = LanePages(lane, memory)
+    slots = np.arange(2 * lane.layout.block_bytes, dtype=np.uint64).astype(np.uint8)
+    slots = slots.reshape(2, -1) | 1
+    pages.scatter(slots, (3, 1), range(1, 2))
+    assert not memory[0].any()
+    pages.scatter(slots, (3, 1), range(1))
+    rows = np.zeros_like(slots)
+    pages.gather((3, 1), rows)
+    assert (rows == slots).all()
+    assert not memory[0][[0, 2]].any()
