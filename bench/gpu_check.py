@@ -8,6 +8,7 @@ rest as not measured, and ends with 0. With one it first runs `tests/gpu`.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -174,6 +175,7 @@ def not_measured() -> Iterator[str]:
 
 
 def main() -> int:
+    logging.disable(logging.WARNING)  # schedules refuse registrations by the thousand
     reason = why_no_gpu()
     if not reason:
         tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"]

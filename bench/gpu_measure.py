@@ -10,6 +10,7 @@ size; the parts with a model need torch and transformers.
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from bench.gpu_world import Reservation
 from bench.harness import Bar, Context, Part, Reading, spread
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.transfer import LoadPlan, PagedTarget, Plane, SavePlan
-from kvstore.device import Device, open_device
+from kvstore.device import Device, Order, open_device
 from kvstore.layout import BlockLayout
-from kvstore.types import ByteArray, IntArray, UIntArray
+from kvstore.tier.gpu import GpuTier
+from kvstore.types import ByteArray, ClientId, IntArray, UIntArray
 
 LAYERS, HEADS, HEAD_DIM, BLOCK_TOKENS = 32, 8, 128, 16
 LAYER_BYTES = 2 * BLOCK_TOKENS * HEADS * HEAD_DIM * 2
@@ -95,7 +97,8 @@ class Rig:
         return self.transfers.start_load(LoadPlan(self.target, source, self.ids), self.compute)
 
     def save(self) -> Any:
-        reservation: Any = Reservation(_Arena(self.places), list(range(self.blocks)))  # type: ignore[arg-type]
+        arena: Any = _Arena(self.places)
+        reservation: Any = Reservation(arena, list(range(self.blocks)))
         plan = SavePlan(self.target, reservation, self.ids, np.arange(self.blocks))
         return self.transfers.start_save(plan, self.compute)
 
@@ -185,5 +188,58 @@ def _copies(context: Context) -> Iterable[Reading]:
         )
 
 
-COPIES = Part("copies between host and device", (H2D, D2H), _copies)
-PARTS: tuple[Part, ...] = (COPIES,)
+# ---------------------------------------------------------------------- slabs of another process
+
+
+def _hold_slab(pipe: Any, length: int) -> None:
+    """Another process: a slab as the daemon exports it, until the pipe says that it is done."""
+    tier = GpuTier(open_device(0), length, slab_bytes=length)
+    tier.take(length, 1)
+    pipe.send(tier.handles_for(ClientId(1)))
+    pipe.recv()
+    tier.close()
+
+
+def seconds_from_slab(rig: Rig, base: int) -> float:
+    """All blocks out of a slab that starts at `base`, as a load from the GPU tier takes them."""
+    size = np.uint64(rig.layout.block_bytes)
+    sources = (
+        np.uint64(base) + np.random.default_rng(3).permutation(rig.blocks).astype(np.uint64) * size
+    )
+    to = np.uint64(rig.there) + rig.ids.astype(np.uint64) * size
+    lengths = np.full(rig.blocks, size, np.uint64)
+    first, last = (rig.device.make_event(timed=True) for _ in range(2))
+    rig.device.record(first, rig.compute)
+    rig.device.copy_batch(to, sources, lengths, Order.STREAM, rig.compute)
+    rig.device.record(last, rig.compute)
+    while not rig.device.is_done(last):
+        time.sleep(1e-4)
+    return rig.device.seconds_between(first, last)
+
+
+def _from_slab(context: Context) -> Iterable[Reading]:
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    with _real_rig() as rig:
+        child = multiprocessing.get_context("spawn").Process(
+            target=_hold_slab, args=(theirs, rig.size), daemon=True
+        )
+        child.start()
+        ((_, handle),) = ours.recv()
+        base = rig.device.open_export(handle)
+        try:
+            yield _ratio(
+                D2D.name,
+                context.several(9, 3),
+                lambda: rig.plain_seconds(rig.there, base),
+                lambda: seconds_from_slab(rig, base),
+            )
+        finally:
+            rig.device.close_export(base)
+            ours.send(None)
+            child.join(30)
+
+
+PARTS: tuple[Part, ...] = (
+    Part("copies between host and device", (H2D, D2H), _copies),
+    Part("blocks out of another process' slab", (D2D,), _from_slab),
+)

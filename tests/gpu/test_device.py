@@ -1,0 +1,91 @@
+"""The transfer engine on a real GPU; skipped without one. `bench/gpu_check.py` runs these first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+
+from bench.gpu_kernels import ARGUMENTS, LENGTHS, SKEWS
+from bench.gpu_measure import Rig, seconds_from_slab
+from engine_adapter.device_transfer import DeviceTransfers
+from engine_adapter.transfer_moves import KernelCopies
+from engine_adapter.transfer_plan import Pieces
+from kvstore.device import Device, open_device
+from kvstore.errors import ConfigError, DeviceError
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    try:
+        return open_device(0)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def rig(device: Device) -> Iterator[Rig]:
+    transfers = DeviceTransfers.open(0)
+    found = Rig(device, transfers, 64, 24 << 10, 4)
+    found.wait_pinned()
+    yield found
+    transfers.close()
+
+
+def wait(device: Device, stream: int) -> None:
+    event = device.make_event()
+    device.record(event, stream)
+    while not device.is_done(event):
+        pass
+
+
+def test_a_load_brings_the_bytes_and_a_save_takes_them_back(rig: Rig) -> None:
+    rig.seconds_of(rig.load)
+    rig.check()
+    before = rig.arena.copy()
+    rig.arena[:] = 0
+    rig.seconds_of(rig.save)
+    assert np.array_equal(rig.arena, before)
+
+
+@pytest.mark.parametrize("skews", list(product(SKEWS, SKEWS)))
+def test_the_copy_kernel_at_odd_sizes(device: Device, skews: tuple[int, int]) -> None:
+    assert "copy_pieces" in ARGUMENTS
+    kernel, stream = KernelCopies(device), device.make_stream()
+    room = sum(LENGTHS) + 64 * len(LENGTHS)
+    host, back = device.allocate_pinned(room), device.allocate_pinned(room)
+    there = device.allocate(room)
+    host[:] = np.random.default_rng(1).integers(0, 256, room, np.uint8)
+    back[:] = 0
+    at = np.arange(len(LENGTHS), dtype=np.uint64) * np.uint64(room // len(LENGTHS) // 16 * 16)
+    lengths = np.minimum(np.array(LENGTHS, np.uint64), at[1] - np.uint64(32))
+    total = int(lengths.sum())
+    ends = np.uint64(there + skews[0]) + at
+    for memory, to_device in ((host, True), (back, False)):
+        places = np.uint64(memory.ctypes.data + skews[1]) + at
+        kernel.enqueue(Pieces(places, ends, lengths, total), to_device, stream)
+    wait(device, stream)
+    for start, length in zip(at.tolist(), lengths.tolist(), strict=True):
+        span = slice(start + skews[1], start + skews[1] + length)
+        assert np.array_equal(back[span], host[span])
+    device.free(there)
+
+
+def test_a_refused_registration_leaves_no_error_behind(device: Device) -> None:
+    memory = np.zeros(1 << 20, np.uint8)
+    device.register(memory.ctypes.data, len(memory))
+    with pytest.raises(DeviceError):
+        device.register(memory.ctypes.data, len(memory))
+    device.unregister(memory.ctypes.data)
+    wait(device, device.make_stream())
+
+
+def test_blocks_come_out_of_device_memory(rig: Rig) -> None:
+    base = rig.device.allocate(rig.size)
+    rig.device.copy(base, rig.arena.ctypes.data, rig.size, rig.compute)
+    assert seconds_from_slab(rig, base) > 0
+    rig.device.free(base)
