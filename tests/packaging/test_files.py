@@ -1,7 +1,7 @@
 """What an operator deploys is well-formed: by linters and schemas that are not ours.
 
-Runs in an environment of its own (`make test-packaging`). No container engine is needed: the images'
-install steps are done again in a plain virtual environment, the rest is validated.
+Runs in an environment of its own (`make test-packaging`). No container engine is needed: the
+images' install steps are done again in a plain virtual environment, the rest is validated.
 """
 
 from __future__ import annotations
