@@ -28,6 +28,9 @@ from kvstore.layout import BlockLayout
 from kvstore.rpc.wire import NO_OFFSET
 from kvstore.types import FINGERPRINT_BYTES, BlockStatus
 
+COMMIT_BLOCKS_MAX = 64
+"""Blocks of one commit: the daemon takes them in one step of its loop, about 2 ms."""
+
 
 @dataclass(frozen=True)
 class StoreOrder:
@@ -208,13 +211,14 @@ class Storer:
 
 
 def _stretches(blocks: Sequence[int], owners: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, stop) positions of consecutive blocks whose slots have one owner."""
+    """(first, stop) positions of consecutive blocks whose slots have one owner, a commit each."""
     first = 0
     for stop in range(1, len(blocks) + 1):
         if (
             stop == len(blocks)
             or blocks[stop] != blocks[stop - 1] + 1
             or owners[stop] != owners[first]
+            or stop - first == COMMIT_BLOCKS_MAX
         ):
             yield first, stop
             first = stop

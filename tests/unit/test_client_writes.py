@@ -21,7 +21,7 @@ from client_kit import (
     open_space,
 )
 
-from kvstore.client import spare
+from kvstore.client import spare, storing
 from kvstore.errors import InvalidRequest, Overloaded, ReservationUnknown
 from kvstore.rpc.wire import split_fingerprints
 from kvstore.types import BlockStatus
@@ -74,6 +74,25 @@ def test_a_second_store_uses_slots_at_hand_and_asks_nobody(
     assert not named
     assert client.statistics().spare_stores == 1
     assert space.match(chain) == 4
+
+
+def test_a_long_store_is_committed_in_portions(
+    make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no commit holds the daemon's loop for long."""
+    monkeypatch.setattr(storing, "COMMIT_BLOCKS_MAX", 3)
+    fake, client = make_fake(), make_client()
+    space = open_space(client)
+    warm_up(space, client, 8)
+    before = len(fake.called("Commit"))
+    chain, blocks = chain_of(space, 8), coloured(8)
+    assert space.store(chain, blocks).result(SECONDS) == (STORED,) * 8
+    sizes = [len(named_in(commit)) for commit in fake.called("Commit")[before:]]
+    assert sum(sizes) == 8
+    assert max(sizes) == 3
+    into = np.zeros_like(blocks)
+    assert space.load(chain, into).blocks == 8
+    assert (into == blocks).all()
 
 
 def test_the_callers_memory_is_free_when_store_returns(make_fake: Make, make_client: Make) -> None:
