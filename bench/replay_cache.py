@@ -304,6 +304,7 @@ class Tiers:
             self._drop_nvme(victims, now)
         np.subtract.at(catalog.pins, held, 1)
         if rows.size:
+            catalog.checksums[rows] = 1  # there are no bytes to sum up
             catalog.set_nvme(rows, READY, self.nvme.take(rows.size))
             self.outcome.written_blocks += rows.size
 

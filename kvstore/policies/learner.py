@@ -26,7 +26,7 @@ _BATCH = 512
 _SWEEP = 16384
 """Entries looked at in one go."""
 _FIT_TOUCHES_MIN = 1024
-_FIT_SHARE = 2
+_FIT_SHARE = 8
 """A fit looks at everything known; it is due after a touch for each so many of that."""
 _GHOSTS_A_ROW = 1.5
 
