@@ -1,6 +1,14 @@
 """Engines on kvstore. The core here knows arrays, not engines; one module for each engine.
 
   `engine_adapter.transformers`   Hugging Face: `attach(model)`, then `generate` as always
+  `engine_adapter.vllm`           vLLM: a connector named in `--kv-transfer-config`
+  `engine_adapter.vllm_tier`      vLLM: a tier below its own offloading
+
+vLLM's connector, without vLLM (`vllm` itself only hands on):
+  `vllm_scheduler`, `vllm_lookup`, `vllm_requests`   what to load and save, and when to say no
+  `vllm_worker`, `vllm_load`, `vllm_save`            blocks between the engine and the store
+  `vllm_blocks`, `vllm_orders`                       where blocks lie; what the halves say
+  `vllm_identity`, `vllm_settings`, `vllm_speed`, `vllm_statistics`
 
 Core:
   `tensors`      how keys and values of a block lie in a slot

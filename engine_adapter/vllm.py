@@ -215,10 +215,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens:
-            began = time.thread_time()
-            self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
-            self._count(self.scheduler, began)
+        began = time.thread_time()
+        block_ids = blocks.get_block_ids() if num_external_tokens else ()
+        self.scheduler.allocated(request, block_ids, num_external_tokens)
+        self._count(self.scheduler, began)
 
     def get_external_cache_hit_sources(self, request: Any, num_tokens: int) -> dict[Any, int]:
         host, disk = self.scheduler.sources(request.request_id, num_tokens)

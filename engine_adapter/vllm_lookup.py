@@ -22,6 +22,7 @@ from math import lcm
 from kvstore.client import KVClient, ReadLease
 from kvstore.errors import KVStoreError
 from kvstore.fingerprint import Chain
+from kvstore.planner import Ability
 from kvstore.types import FINGERPRINT_BYTES
 
 LOOKUP_THREADS = 2
@@ -33,6 +34,14 @@ PAUSE_SECONDS = 1.0
 """A daemon that was slow to answer is not asked again for so long; its directory still is."""
 
 _log = logging.getLogger(__name__)
+
+
+def _worth_tokens(lease: ReadLease, chains: Sequence[Chain]) -> int:
+    """How far the lease goes, or less: what the daemon's plan would load."""
+    plan = lease.plan
+    if plan is None:
+        return lease.boundary_tokens
+    return min(lease.boundary_tokens, plan.last * chains[0].block_tokens)
 
 
 class Suppressed:
@@ -210,30 +219,36 @@ class Lookups:
             lookup.answer(here)
             self._hold(lookup, here)
             return
-        lease = self._ask(lookup, boundary)
-        if lease is None or lease.boundary_tokens <= here:
+        lease = self._ask(lookup, boundary, here)
+        if lease is None or _worth_tokens(lease, lookup.chains) <= here:
             if lease is not None:
                 lookup.hold(lease)
             lookup.answer(here)
             return
         lookup.hold(lease)
-        budget = max(self._budget_seconds(lease.boundary_tokens - here), PROMOTION_SECONDS_MIN)
+        boundary = _worth_tokens(lease, lookup.chains)
+        budget = max(self._budget_seconds(boundary - here), PROMOTION_SECONDS_MIN)
         until = time.monotonic() + budget
         lookup.until = until + GRACE_SECONDS
         self._submit(self._promotions, lookup, self._promote, lookup, lease, here, boundary, until)
 
     def _hold(self, lookup: Lookup, tokens: int) -> None:
         """What was answered already stays where it is, and counts as used."""
-        lease = self._ask(lookup, tokens)
+        lease = self._ask(lookup, tokens, tokens)
         if lease is not None:
             lookup.hold(lease)
 
-    def _ask(self, lookup: Lookup, boundary: int) -> ReadLease | None:
+    def _ask(self, lookup: Lookup, boundary: int, here: int) -> ReadLease | None:
+        """A lease up to `boundary`, of which host memory has `here`; with one KV group also the
+        daemon's word on how much of the rest is worth a load."""
         began = time.monotonic()
         if began < self._ask_from or lookup.is_ended:
             return None
+        ability = None
+        if len(lookup.chains) == 1 and here < boundary:
+            ability = Ability(lookup.prompt_tokens, here // lookup.chains[0].block_tokens)
         lease = self._client.match_groups(
-            lookup.chains, boundary, deadline_seconds=self._lookup_seconds / 2
+            lookup.chains, boundary, deadline_seconds=self._lookup_seconds / 2, ability=ability
         )
         if time.monotonic() - began > self._lookup_seconds / 2:
             self._ask_from = time.monotonic() + PAUSE_SECONDS

@@ -76,6 +76,8 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loading: dict[str, Tracked] = {}
         """Beside the forward pass, until the workers report them; also of aborted requests."""
+        self._layerwise: list[Tracked] = []
+        """Those whose load lies in the step that was ordered last."""
         self._loads: list[LoadOrder] = []
         self._next_number = 0
         self._unstored: dict[int, tuple[Any, ...]] = {}
@@ -183,9 +185,13 @@ class SchedulerSide:
     def allocated(
         self, request: EngineRequest, block_ids: Sequence[Sequence[int]], tokens: int
     ) -> None:
-        """The engine gave the request blocks and will load `tokens` tokens into them."""
+        """The engine gave the request blocks and will load `tokens` tokens into them; with 0 the
+        request goes on without a load, or after it."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or not tokens:
+        if tracked is None:
+            return
+        if not tokens:
+            tracked.end_lookup()
             return
         first, stop = tracked.computed_tokens, tracked.computed_tokens + tokens
         orders: list[BlockOrder] = []
@@ -203,7 +209,9 @@ class SchedulerSide:
             promised_host_tokens=tokens - below,
             promised_nvme_tokens=below,
         )
-        if not tracked.is_layerwise:
+        if tracked.is_layerwise:
+            self._layerwise.append(tracked)
+        else:
             tracked.is_loading = True
             self._loading[request.request_id] = tracked
 
@@ -310,11 +318,14 @@ class SchedulerSide:
     def step_ended(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """`received`: requests whose load ended, well or not."""
         self.speeds.step_ends()
+        for tracked in self._layerwise:
+            tracked.end_lookup()
+        self._layerwise.clear()
         for request_id in received:
-            tracked = self._loading.pop(request_id, None)
-            if tracked is not None:
-                tracked.is_loading = False
-                tracked.end_lookup()
+            loaded = self._loading.pop(request_id, None)
+            if loaded is not None:
+                loaded.is_loading = False
+                loaded.end_lookup()
         if report is None:
             return
         self._acknowledged = max(self._acknowledged, report.fence)

@@ -13,7 +13,7 @@ import pytest
 
 from engine_adapter.vllm_settings import Settings
 from tests.conftest import DaemonProcess
-from tests.e2e.kit import SECONDS_MAX, running
+from tests.e2e.kit import SECONDS_MAX, eventually, running
 from tests.e2e.vllm_kit import BLOCK, FakeEngine, FakeRequest, lane
 
 
@@ -40,6 +40,11 @@ def layerwise(store: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[
 
 def tokens_of(number: int, count: int) -> list[int]:
     return [number * 10_000 + at for at in range(count)]
+
+
+def ready_blocks(store: DaemonProcess) -> int:
+    tree: Any = store.stat()
+    return sum(size["ready"] for size in tree["host"]["slabs"]["classes"])
 
 
 def test_what_is_promised_is_whole_blocks_below_the_prompt(engine: FakeEngine) -> None:
@@ -119,8 +124,11 @@ def test_a_layerwise_load_is_there_when_the_layer_is_read(layerwise: FakeEngine)
     assert all(engine.holds(request, table, 0, at) for at in range(5))
 
 
-def test_nothing_computed_from_blocks_that_did_not_come_is_stored(layerwise: FakeEngine) -> None:
+def test_nothing_computed_from_blocks_that_did_not_come_is_stored(
+    layerwise: FakeEngine, store: DaemonProcess
+) -> None:
     engine = layerwise
+    before = ready_blocks(store)
     engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
     request = FakeRequest("b", tokens_of(1, 7 * BLOCK))
     engine.scheduler.arrived(request)  # type: ignore[arg-type]
@@ -134,7 +142,8 @@ def test_nothing_computed_from_blocks_that_did_not_come_is_stored(layerwise: Fak
     assert last.report.saves_lost
     assert engine.worker.wait_idle(SECONDS_MAX)
     assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 0
-    # Computed from the start it is stored whole.
+    # Computed from the start it is stored whole, once what was deleted has gone.
+    eventually(lambda: ready_blocks(store) == before, "the lease over the deleted blocks ended")
     request.num_computed_tokens = 0
     engine.step({"b": 7 * BLOCK}, {"b": table}, {"b": request})
     assert engine.worker.wait_idle(SECONDS_MAX)
