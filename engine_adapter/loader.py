@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -197,13 +198,19 @@ def _report_bug(future: Future[None]) -> None:
         _log.error("load thread failed", exc_info=error)
 
 
+class Runnable(Protocol):
+    """A load."""
+
+    def run(self) -> None: ...
+
+
 class LoadThreads:
     """A few threads, made on first use, shared by all loads of an adapter."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(LOAD_THREADS, "kvstore-load")
 
-    def start(self, load: PrefixLoad) -> None:
+    def start(self, load: Runnable) -> None:
         """Run it; a load that finds all threads busy for its whole deadline has failed."""
         self._pool.submit(load.run).add_done_callback(_report_bug)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvstore.client import NamespaceHandle
 from kvstore.client.inplace import InPlace, find_in_host, under_lease
 from kvstore.errors import KVStoreError
+from kvstore.planner import Ability, Plan
 from kvstore.types import Tier
 
 ABSENT = "absent"
@@ -35,6 +36,11 @@ class Prefix:
     def blocks(self) -> int:
         return 0 if self.source is None else self.source.blocks
 
+    @property
+    def plan(self) -> Plan | None:
+        """How to load them; None: all of it, from the front."""
+        return None if self.source is None else self.source.plan
+
     def below_host(self, blocks: int) -> int:
         """How many of the first `blocks` blocks were below host memory when they were found."""
         if self.source is None:
@@ -48,9 +54,14 @@ class Prefix:
 
 
 def find(
-    handle: NamespaceHandle, tokens: NDArray[np.uint32], blocks: int, deadline_seconds: float
+    handle: NamespaceHandle,
+    tokens: NDArray[np.uint32],
+    blocks: int,
+    deadline_seconds: float,
+    ability: Ability | None = None,
 ) -> Prefix:
-    """The longest stored prefix of the first `blocks` blocks of `tokens`. Never raises."""
+    """The longest stored prefix of the first `blocks` blocks of `tokens`; with `ability`, what of it
+    is worth loading. Never raises."""
     if blocks < 1:
         return Prefix(reason="prompt shorter than a block")
     try:
@@ -58,7 +69,7 @@ def find(
         host = find_in_host(handle, names)
         if host is not None and host.blocks == blocks:
             return Prefix(host)
-        leased = under_lease(handle, names, deadline_seconds=deadline_seconds)
+        leased = under_lease(handle, names, deadline_seconds=deadline_seconds, ability=ability)
     except KVStoreError as error:
         return Prefix(reason=f"{type(error).__name__}: {error}")
     reason = leased.reason or ABSENT

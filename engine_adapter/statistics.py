@@ -25,6 +25,8 @@ class RequestReport:
     """Why not more of the prompt was restored; "" if all that can be was."""
     reruns: int = 0
     """Prefills thrown away because what they were computed from was not confirmed."""
+    met_at_tokens: int = 0
+    """Leading tokens that were computed while what follows was loaded from the back."""
     lookup_seconds: float = 0.0
     """Naming, matching and starting the load, before the prefill."""
     first_token_seconds: float = 0.0

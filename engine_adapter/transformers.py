@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def attach(
     *,
     block_tokens: int = BLOCK_TOKENS_DEFAULT,
     exact: bool = True,
+    plan: bool = True,
     tenant_salt: str = "",
     variant: str = "",
     deadline_seconds: float = DEADLINE_SECONDS_DEFAULT,
@@ -66,9 +68,10 @@ def attach(
     """Serve the prompts of `model.generate` from kvstore, and store what it computes.
 
     `client`: a KVClient (stays the caller's), a daemon's socket, or None for the default daemon.
-    `tenant_salt`: only callers with the same salt share blocks. `variant`: names what the adapter
-    cannot see and what changes KV (forward hooks, edits of a few weights). `deadline_seconds`: how
-    long one prompt may wait for the store. A PeftModel is attached inside.
+    `plan`: load only what is faster to load than to compute, as far as times are known; otherwise
+    all that is stored. `tenant_salt`: only callers with the same salt share blocks. `variant`:
+    names what the adapter cannot see and what changes KV (forward hooks, edits of a few weights).
+    `deadline_seconds`: how long one prompt may wait for the store. A PeftModel is attached inside.
     Raises Refused for models whose KV cannot be restored, naming what is in the way."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(model, _MARK, None) is not None:
@@ -78,7 +81,7 @@ def attach(
     owned = not isinstance(client, KVClient)
     used = client if isinstance(client, KVClient) else KVClient(client)
     try:
-        attached = Attached(model, used, shape, choices, deadline_seconds, owned)
+        attached = Attached(model, used, shape, choices, deadline_seconds, owned, plan)
     except KVStoreError:
         if owned:
             used.close()
@@ -143,6 +146,7 @@ class Attached:
         choices: Choices,
         deadline_seconds: float,
         owns_client: bool,
+        is_planned: bool,
     ) -> None:
         self.model = model
         self.client = client
@@ -163,6 +167,7 @@ class Attached:
             shape,
             shape.tensors(choices.block_tokens),
             choices.block_tokens if choices.exact else 0,
+            is_planned,
             deadline_seconds,
             self._threads,
             self._saver,
@@ -286,15 +291,31 @@ class Attached:
             # A chunked prefill that fails leaves its arguments changed.
             attempt = dict(model_kwargs)
             try:
+                session.meet(partial(self._compute, input_ids, model_kwargs))
+                began = time.perf_counter()
                 outputs = self._plain_prefill(input_ids, generation_config, attempt, *args, **kw)
             except LoadFailed as error:
                 reason = str(error)
             else:
+                seconds = time.perf_counter() - began
                 reason = session.confirm()
             if not reason:
                 break
             session.fall_back(reason)
         model_kwargs.clear()
         model_kwargs.update(attempt)
-        session.prefilled(input_ids)
+        session.prefilled(input_ids, seconds)
         return outputs
+
+    def _compute(self, ids: torch.Tensor, model_kwargs: Any, start: int, end: int) -> None:
+        """Tokens [start, end) of a prompt into the cache, as a prefill chunk of generate; no
+        logits."""
+        given = dict(model_kwargs)
+        for name in ("attention_mask", "position_ids"):
+            if given.get(name) is not None:
+                given[name] = given[name][..., 0 if name == "attention_mask" else start : end]
+        inputs = self.model.prepare_inputs_for_generation(
+            ids[:, start:end], is_first_iteration=True, **given
+        )
+        inputs.pop("logits_to_keep", None)
+        self.model.base_model(**inputs, return_dict=True)

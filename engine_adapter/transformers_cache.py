@@ -298,6 +298,12 @@ class KVCache(Cache):  # type: ignore[misc]
         for index, layer in enumerate(self.layers):
             layer.await_load(load, index)
 
+    def move_to(self, tokens: int) -> None:
+        """The next tokens go to columns from `tokens` on: for what is computed before a prefix that
+        lies behind it."""
+        for layer in self.layers:
+            layer.tokens = tokens
+
     def restart(self) -> None:
         """Empty, in new buffers: a late copy into the old ones harms nobody."""
         self.layers = [KVLayer(window, self._capacity) for window in self._windows]

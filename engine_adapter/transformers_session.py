@@ -2,7 +2,7 @@
 
 Primitives:
   `Tools`     what all sessions of an attached model share
-  `Session`   open -> (confirm | fall_back)* -> prefilled -> save_decoded -> close
+  `Session`   open -> (meet, confirm | fall_back)* -> prefilled -> save_decoded -> close
 
 Ownership of a row's columns: [0, pad) padding, zeroed; [pad, restored) from the store, provisional
 until confirmed; [restored, tokens) computed here. A saver gets whole blocks of the last range only.
@@ -11,6 +11,7 @@ until confirmed; [restored, tokens) computed here. A saver gets whole blocks of 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_adapter.loader import CHANGED, LoadThreads, PrefixLoad, Row
+from engine_adapter.meeting import BackLoad, meet
 from engine_adapter.prefix import Prefix, find
 from engine_adapter.saver import SaveJob, Saver
 from engine_adapter.statistics import RequestReport, Tally
@@ -26,15 +28,22 @@ from engine_adapter.tensors import KVTensors
 from engine_adapter.transformers_cache import KVCache, ModelShape
 from engine_adapter.transformers_modes import Prompt
 from kvstore.client import NamespaceHandle
+from kvstore.client.inplace import timings_of
+from kvstore.planner import Ability
+
+MEETING_TOKENS_MIN = 64
+"""Shorter units cost more in calls than they bring."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """`chunk`: prefill chunk size that exactness asks for, 0 for none."""
+    """`chunk`: prefill chunk size that exactness asks for, 0 for none. `is_planned`: only what is
+    worth loading is loaded."""
 
     shape: ModelShape
     tensors: KVTensors
     chunk: int
+    is_planned: bool
     deadline_seconds: float
     threads: LoadThreads
     saver: Saver
@@ -61,8 +70,10 @@ class Session:
         self._prefixes: list[Prefix] = []
         self._restored: list[int] = [0] * len(prompt.pads)
         """A sequence: its leading tokens that come from the store."""
-        self._load: PrefixLoad | None = None
+        self._load: PrefixLoad | BackLoad | None = None
         self._tried_again = False
+        self._computed_in_front = 0
+        """Restored tokens that were computed after all, while others were loaded."""
 
     def open(self) -> KVCache:
         """The cache to generate with; its prefix may still be on the way."""
@@ -91,8 +102,9 @@ class Session:
         """Find at most so many blocks of each row, and start to load what all rows can share."""
         tools, prompt, handle = self._tools, self._prompt, self._handle
         assert handle is not None  # open asks for it
+        ability = self._ability()
         self._prefixes = [
-            find(handle, self._row_tokens(prompt.ids, row), blocks, tools.deadline_seconds)
+            find(handle, self._row_tokens(prompt.ids, row), blocks, tools.deadline_seconds, ability)
             for row, blocks in enumerate(blocks_max)
         ]
         ends = [
@@ -115,15 +127,43 @@ class Session:
         pads = [pad for pad in prompt.pads for _ in range(repeat)]
         buffers = self._cache.restore(tools.shape, len(pads), columns, pads)
         self._cache.fed_max = prompt.ids.shape[1]
-        self._load = PrefixLoad(tools.tensors, rows, buffers, tools.deadline_seconds, tools.tally)
-        self._cache.await_load(self._load)
+        made = self._prefixes[0].plan
+        limit, tally = tools.deadline_seconds, tools.tally
+        if made is not None and made.from_back:
+            self._load = BackLoad(tools.tensors, self._prefixes[0], made, buffers, limit, tally)
+        else:
+            self._load = PrefixLoad(tools.tensors, rows, buffers, limit, tally)
+            self._cache.await_load(self._load)
         tools.threads.start(self._load)
+
+    def _ability(self) -> Ability | None:
+        """What can be planned for: a single prompt. Batches share one length, whatever it costs."""
+        tools, prompt = self._tools, self._prompt
+        if not tools.is_planned or len(prompt.pads) > 1 or prompt.pads[0] or prompt.expand > 1:
+            return None
+        # In chunks, only the first one is computed while layers arrive.
+        stages = 1 if tools.chunk else len(tools.tensors.block_layout.parts)
+        can_meet = self._block_tokens >= MEETING_TOKENS_MIN
+        return Ability(prompt.ids.shape[1], stages=stages, unit_blocks=int(can_meet))
+
+    def meet(self, compute: Callable[[int, int], None]) -> None:
+        """Compute the front while the back is loaded, if that is the plan. `compute(start, end)`
+        feeds tokens [start, end) to the model and this cache."""
+        if not isinstance(self._load, BackLoad):
+            return
+        self._cache.move_to(0)
+        computed, reason = meet(self._load, self._block_tokens, compute)
+        self._cache.move_to(self._restored[0])
+        self._computed_in_front = min(computed, self._restored[0])
+        self._report.met_at_tokens = self._computed_in_front
+        self._report.miss_reason = self._report.miss_reason or reason
 
     def _abandon(self) -> None:
         """Nothing is restored: the cache starts empty."""
         self._end_prefixes()
         self._load = None
         self._restored = [0] * len(self._restored)
+        self._computed_in_front = 0
         self._cache.restart()
         self._cache.fed_max = 0
 
@@ -148,15 +188,21 @@ class Session:
             self._restore([whole])
         self._report.miss_reason = reason
 
-    def prefilled(self, ids: torch.Tensor) -> None:
-        """The prefill stands. `ids`: the whole prompt as it was fed, rows repeated."""
+    def prefilled(self, ids: torch.Tensor, seconds: float) -> None:
+        """The prefill stands, and took so long. `ids`: the whole prompt as it was fed, rows
+        repeated."""
         cpu = time.thread_time()
         size, report = self._block_tokens, self._report
+        waited = isinstance(self._load, PrefixLoad)
+        if self._handle is not None and len(ids) == 1 and not waited and not report.reruns:
+            timings = timings_of(self._handle)
+            timings.prefill(self._handle.id, self._restored[0], ids.shape[1], seconds)
         report.first_token_seconds = time.perf_counter() - self._began
         for prefix, tokens in zip(self._prefixes, self._restored, strict=False):
-            below = min(prefix.below_host(-(-tokens // size)) * size, tokens)
-            report.nvme_tokens += below
-            report.host_tokens += tokens - below
+            front = self._computed_in_front
+            below = prefix.below_host(-(-tokens // size)) - prefix.below_host(front // size)
+            report.nvme_tokens += min(below * size, tokens - front)
+            report.host_tokens += tokens - front - min(below * size, tokens - front)
         self._end_prefixes(used=True)
         self._load = None
         self._cache.fed_max = 0
