@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,bench]"
 	@touch $@
 
 venv: $(STAMP)  ## the virtual environment with all development tools
@@ -36,7 +36,7 @@ $(TORCH_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(TORCH_VENV)
 	@echo "installing torch and transformers (about a minute)"
 	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,engine,engine-tests]"
+	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,engine,engine-tests,bench]"
 	@touch $@
 
 # vLLM pins half the world, Python 3.11 too; what it brings for pictures and sound breaks its import.
@@ -91,8 +91,8 @@ test-slow: $(STAMP)  ## every slow test but kills at named moments, which need a
 		--ignore=tests/crash/test_named_kills.py
 
 # Suites with a real engine run in the engine's environment.
-bench: $(if $(filter transformers,$(SUITE)),$(GEMMA_STAMP),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_STAMP),$(STAMP)))  ## measure: SUITE=dataplane, gateway, transformers, vllm_cpu, ...
-	$(if $(filter transformers,$(SUITE)),$(TORCH_BIN),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_BIN),$(BIN)))/python -m bench.$(SUITE) $(ARGS)
+bench: $(if $(filter transformers planner replay,$(SUITE)),$(GEMMA_STAMP),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_STAMP),$(STAMP)))  ## measure: SUITE=dataplane, gateway, transformers, vllm_cpu, ...
+	$(if $(filter transformers planner replay,$(SUITE)),$(TORCH_BIN),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_BIN),$(BIN)))/python -m bench.$(SUITE) $(ARGS)
 
 format: $(STAMP)  ## let ruff format and sort
 	$(BIN)/ruff format

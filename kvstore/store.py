@@ -286,7 +286,8 @@ class Store:
                 lengths=columns.length[own],
             )
         columns.set_host(rows, ReplicaState.READY)
-        self.uses.stored(self.policy, rows, columns.depth[rows].astype(np.int64), now)
+        names, depths = columns.fingerprints[rows], columns.depth[rows].astype(np.int64)
+        self.uses.stored(self.policy, rows, names, depths, now)
         self.on_ready(rows)
 
     @property
@@ -310,7 +311,6 @@ class Store:
             if columns.host_state[lost] in (FILLING, COMMITTED):
                 slot = int(columns.host_slot[lost])
                 columns.set_host(lost, ReplicaState.ABSENT)
-                self.uses.dropped(lost)
                 if slot >= 0:
                     self.host_tier.free([slot])
                 self.counters.add(f"dropped_blocks:{reason}")

@@ -8,7 +8,7 @@ READY. Runs on the daemon's loop; reads no clock.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,7 +17,9 @@ import numpy as np
 from kvstore.arrays import distinct
 from kvstore.hints import HINT_CLASSES
 from kvstore.policy import Policy, RequestShape
-from kvstore.types import ByteArray, IntArray
+from kvstore.types import FINGERPRINT_BYTES, ByteArray, IntArray
+
+HINTS_WAITING_MAX = 65536
 
 
 class TokenHint(NamedTuple):
@@ -45,8 +47,8 @@ class Uses:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[IntArray, RequestShape]] = deque()
-        self._stored: dict[int, int] = {}
-        """Row of a block that is not READY yet → class."""
+        self._stored: OrderedDict[bytes, int] = OrderedDict()
+        """Name of a block that is not READY yet → class."""
 
     def used(self, rows: IntArray, asked_blocks: int = 0, classes: ByteArray | None = None) -> None:
         """A request that asked for so many blocks used `rows`."""
@@ -60,23 +62,28 @@ class Uses:
             policy.touched(rows, now, shape)
             told(rows)
 
-    def will_store(self, rows: IntArray, classes: ByteArray) -> None:
-        """Hints on rows that become READY later, or never."""
-        hinted = classes > 0
-        self._stored.update(zip(rows[hinted].tolist(), classes[hinted].tolist(), strict=True))
+    def will_store(self, names: bytes, classes: ByteArray) -> None:
+        """Hints on blocks that become READY later, or never: then they are forgotten in time."""
+        for at in np.flatnonzero(classes).tolist():
+            name = names[at * FINGERPRINT_BYTES : (at + 1) * FINGERPRINT_BYTES]
+            self._stored[name] = min(int(classes[at]), HINT_CLASSES - 1)
+        while len(self._stored) > HINTS_WAITING_MAX:
+            self._stored.popitem(last=False)
 
-    def stored(self, policy: Policy, rows: IntArray, depths: IntArray, now: float) -> None:
-        """`rows` became READY. What is new follows what was found: depths show the request."""
+    def stored(
+        self, policy: Policy, rows: IntArray, names: ByteArray, depths: IntArray, now: float
+    ) -> None:
+        """`rows` became READY. What is new follows what was found: depths show the request.
+
+        `names` uint8 [n, 32].
+        """
         found, asked = int(depths.min()), int(depths.max()) + 1
         classes = None
         if self._stored:
-            classes = np.array([self._stored.pop(row, 0) for row in rows.tolist()], np.uint8)
+            known = [self._stored.pop(name.tobytes(), 0) for name in names]
+            classes = np.array(known, np.uint8)
         for chosen, hint in _by_class(rows, classes):
             policy.inserted(chosen, now, RequestShape(asked, found, hint))
-
-    def dropped(self, row: int) -> None:
-        """It will never be READY."""
-        self._stored.pop(row, None)
 
 
 def _by_class(rows: IntArray, classes: ByteArray | None) -> list[tuple[IntArray, int]]:

@@ -42,6 +42,11 @@ class Timings:
         if count_bytes >= COPIED_BYTES_MIN:
             self._copies.append(pb.CopyTime(bytes=count_bytes, seconds=seconds))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be told."""
+        return not self._prefills and not self._copies
+
     def break_even(self, namespace: bytes) -> dict[int, int]:
         """Tier → prefix tokens below which a load loses to recompute; empty until calibrated."""
         return self._break_even.get(namespace, {})

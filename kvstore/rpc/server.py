@@ -211,6 +211,9 @@ class ControlServicer(KeepingVerbs, PlanningVerbs, control_pb2_grpc.ControlServi
         names = self._names(request.fingerprints, "fingerprints")
         count = len(names) // FINGERPRINT_BYTES
         offsets = wire.unpack_u64(request.offsets, "offsets", count)
+        if request.hint_classes:
+            classes = wire.unpack_u8(request.hint_classes, "hint_classes", count)
+            self.service.store.uses.will_store(names, classes)
         statuses = await self.service.commit(
             session,
             ReservationId(request.reservation),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from store_kit import LAYOUT, counters, on_nvme_only, rows_of, tokens
 
 from kvstore.errors import InvalidRequest
 from kvstore.hints import HINT_CLASSES, SESSION, SYSTEM_PROMPT, Hint
+from kvstore.policy import UNKNOWN_REQUEST
 from kvstore.rpc import control_pb2 as pb
 from kvstore.store import READY
 from kvstore.testing.engine import Lease, LeasedBlocks
@@ -179,6 +181,32 @@ def test_hints_reach_the_policy_by_token_range(below, monkeypatch):
         (BLOCKS // 2, 1, BLOCKS, BLOCKS),
         (BLOCKS // 2, HINT_CLASSES - 1, BLOCKS, BLOCKS),
     ]
+
+
+def test_hints_of_stored_blocks_reach_the_policy_once_they_are_ready(make_harness, monkeypatch):
+    harness = make_harness()
+    space, engine = harness.declare("a", LAYOUT), harness.engine()
+    chain = harness.chain(space, tokens(4))
+    seen = []
+    plain = harness.store.policy.inserted
+
+    def inserted(rows, now, request=UNKNOWN_REQUEST):
+        seen.append((len(rows), request.hint))
+        plain(rows, now, request)
+
+    monkeypatch.setattr(harness.store.policy, "inserted", inserted)
+    held = harness.wait(engine.reserve(space, chain))
+    engine.fill(space, held)
+    request = pb.CommitRequest(
+        client=engine.client,
+        reservation=held.reservation,
+        all_ranks=True,
+        fingerprints=chain.joined,
+        offsets=np.array(held.offsets, np.uint64).tobytes(),
+        hint_classes=bytes([0, 0, 3, 200]),
+    )
+    harness.wait(engine.call("Commit", request))
+    assert sorted(seen) == [(1, 3), (1, HINT_CLASSES - 1), (2, 0)]
 
 
 def test_every_hint_has_a_class_of_its_own_kind():
