@@ -354,16 +354,16 @@ def watched_sources(attached: Any) -> Iterator[None]:
 
 def test_a_store_without_room_changes_nothing(attach: Attach, make_daemon: MakeDaemon) -> None:
     daemon = make_daemon(
-        {"host.bytes": "4MiB", "host.region_bytes": "4MiB", "nvme.enabled": "false"}
+        {"host.bytes": "2MiB", "host.region_bytes": "2MiB", "nvme.enabled": "false"}
     ).start()
     attached = attach(llama(num_hidden_layers=8), daemon.socket)
-    for _ in range(6):
+    for _ in range(4):
         ids = prompt(20 * BLOCK + 1)
         expected = plain(attached, ids)
         assert run(attached.model, ids).differs(expected) == 0
         settled(attached)
     statistics = attached.statistics()
-    assert statistics.saved_blocks + statistics.refused_blocks == 120
+    assert statistics.saved_blocks + statistics.refused_blocks == 80
 
 
 # ---------------------------------------------------------------------- several of them
@@ -391,22 +391,22 @@ PROCESS = """
     assert attached.client.wait_connected(20)
     ids = torch.tensor([[int(token) for token in sys.argv[2].split(",")]])
     found = run(attached.model, ids)
-    assert attached.flush(20)
-    print(attached.last.hit_tokens, found.logits.view(torch.uint8).numpy().tobytes().hex()[:4000])
+    print(attached.last.hit_tokens, found.logits.view(torch.uint8).numpy().tobytes().hex())
     kv.detach(attached.model)
 """
 
 
-def test_two_processes_share_one_daemon(store: DaemonProcess) -> None:
-    ids = prompt(4 * BLOCK + 1)[0].tolist()
-    found = []
-    for _ in range(2):
-        command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(store.socket)]
-        command.append(",".join(map(str, ids)))
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=Path.cwd(), timeout=100, check=False
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        found.append(done.stdout.split())
-    assert [tokens for tokens, _ in found] == ["0", str(4 * BLOCK)]
-    assert found[0][1] == found[1][1]
+def test_two_processes_share_one_daemon(attach: Attach, store: DaemonProcess) -> None:
+    attached = attach(gemma(torch.bfloat16))
+    ids = prompt(4 * BLOCK + 1)
+    here = run(attached.model, ids)
+    assert attached.last.hit_tokens == 0
+    settled(attached)
+    command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(store.socket)]
+    command.append(",".join(map(str, ids[0].tolist())))
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path.cwd(), timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    logits = here.logits.view(torch.uint8).numpy().tobytes().hex()
+    assert done.stdout.split() == [str(4 * BLOCK), logits]
