@@ -230,7 +230,12 @@ def main() -> int:
         with console.status("loading the model") as progress:
             model, tokens = load_model(chosen.model, progress.update)
         daemon = DaemonProcess(folder, {"host.bytes": "1GiB", "nvme.bytes_max": "4GiB"})
-        options = {"block_tokens": BLOCK_TOKENS, "deadline_seconds": DEADLINE_SECONDS}
+        options = {
+            "block_tokens": BLOCK_TOKENS,
+            "deadline_seconds": DEADLINE_SECONDS,
+            # The tiny model computes faster than anything loads.
+            "plan": chosen.model != "tiny",
+        }
         with daemon, kv.attach(model, daemon.socket, **options) as attached:
             if not attached.client.wait_connected(CONNECT_SECONDS):
                 raise RuntimeError(f"cannot reach the daemon: {attached.client.away_reason}")

@@ -159,7 +159,7 @@ def measure(context: Context, cells_worst: Bar, meeting: Bar) -> Iterator[Readin
     """Both figures, over one model."""
     model, tokens = gemma(timed_dtype())
     prose = Prose(tokens)
-    with stand(context.folder("planner"), model, block_tokens=BLOCK_TOKENS) as here:
+    with stand(context.folder("planner"), model, block_tokens=BLOCK_TOKENS, plan=True) as here:
         warm_up(context, here, prose.prompt(1024))
         bench = Bench(context, here, prose)
         if context.wants(meeting.name):

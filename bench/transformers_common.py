@@ -158,8 +158,9 @@ def stored(
 def stand(
     folder: Path, model: Any, settings: Mapping[str, str] = SETTINGS, **options: Any
 ) -> Iterator[Stand]:
-    """A daemon in `folder` and `model` attached to it with `options`."""
-    options = {"deadline_seconds": DEADLINE_SECONDS, **options}
+    """A daemon in `folder` and `model` attached to it with `options`; what is stored is loaded,
+    unless a plan is asked for."""
+    options = {"deadline_seconds": DEADLINE_SECONDS, "plan": False, **options}
     with (
         DaemonProcess(folder, settings) as daemon,
         kv.attach(model, daemon.socket, **options) as attached,
