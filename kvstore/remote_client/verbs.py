@@ -77,6 +77,11 @@ class Declared:
     window_tokens: int = 0
     label: str = ""
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether blocks need those before them. Keys and sliding windows stand alone."""
+        return self.kind is NamespaceKind.CHAINED and not self.window_tokens
+
     @classmethod
     def of(cls, found: Any) -> Declared:
         sizes = found.layout
@@ -237,13 +242,13 @@ def get(
     """Blocks [start, start + len(rows)) into `rows`. In a chain nothing follows a miss."""
     until = time.monotonic() + deadline_seconds
     stop = _stop(names, start, rows)
-    is_flat = declared.kind is NamespaceKind.FLAT
+    is_chain = declared.is_chain
     incoming = _Incoming(rows, start, np.zeros(len(rows), np.bool_), start)
     tries = 0
-    while incoming.at < stop and (is_flat or not incoming.reason):
+    while incoming.at < stop and (not is_chain or not incoming.reason):
         began = incoming.at
-        base = began - began % KEYS_PER_CALL if is_flat else 0
-        end = min(base + KEYS_PER_CALL, stop) if is_flat else stop
+        base = 0 if is_chain else began - began % KEYS_PER_CALL
+        end = stop if is_chain else min(base + KEYS_PER_CALL, stop)
         request = pb.GetRequest(
             namespace=names.namespace,
             fingerprints=_cut(names.joined, base, end),
