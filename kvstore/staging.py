@@ -4,7 +4,8 @@ Primitives of `Staging`: `opened` (before such a load begins), `ended` (its leas
 `tend` (leases that ended otherwise).
 
 What a staging load brings up from NVMe leaves the host tier with its lease, so that a scan uses a
-few slots again and again and pushes nothing else out. A block stays when somebody else used it
+few slots again and again and pushes nothing else out. Of any other load so do the blocks that the
+policy would not keep there. A block stays when somebody else used it
 meanwhile. Runs on the daemon's loop; reads no clock.
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from kvstore.arrays import distinct
 from kvstore.matching import GroupMatch
-from kvstore.store import ABSENT, NO_ROWS, READY, Store
+from kvstore.store import NO_ROWS, READY, Store
 from kvstore.types import IntArray, LeaseId
 
 
@@ -28,12 +29,18 @@ class Staging:
         self._of_lease: dict[LeaseId, tuple[IntArray, IntArray]] = {}
         """Rows, and how often each had been used when the load began."""
 
-    def opened(self, lease: LeaseId, groups: Sequence[GroupMatch], now: float) -> None:
-        """The rows of `groups` that lie on NVMe only will be brought up for this lease alone."""
+    def opened(
+        self, lease: LeaseId, groups: Sequence[GroupMatch], now: float, *, whole: bool
+    ) -> None:
+        """The rows of `groups` that lie on NVMe only will be brought up for this lease alone: all
+        of them (`whole`), or those that are not worth keeping.
+        """
         self._store.apply_touches(now)  # the match of this very load is no use by somebody else
         rows = distinct(np.concatenate([NO_ROWS, *(group.rows for group in groups)]))
         columns = self._store.catalog
-        below = rows[(columns.host_state[rows] == ABSENT) & (columns.nvme_state[rows] == READY)]
+        below = rows[(columns.host_state[rows] != READY) & (columns.nvme_state[rows] == READY)]
+        if not whole:
+            below = below[~self._store.policy.promote(below, now)]
         if len(below):
             self._of_lease[lease] = (below, columns.uses[below].copy())
 

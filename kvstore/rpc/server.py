@@ -133,8 +133,9 @@ class ControlServicer(KeepingVerbs, PlanningVerbs, control_pb2_grpc.ControlServi
         store = self.service.store
         rows = store.leases.rows_of(session.client, LeaseId(request.lease), self.service.now())
         groups = groups_of(rows, store.catalog.namespace[rows].astype(np.int64), store.namespaces)
-        if request.staging:
-            self.service.staging.opened(LeaseId(request.lease), groups, self.service.now())
+        self.service.staging.opened(
+            LeaseId(request.lease), groups, self.service.now(), whole=request.staging
+        )
         stream = await self.service.mover.open_load(
             groups, order=request.order, first=request.first_block, deadline=deadline
         )

@@ -227,6 +227,16 @@ def test_what_was_staged_leaves_with_its_lease(harness):
     assert counters(harness, "dropped_blocks:staged") == [4]
 
 
+def test_what_the_policy_would_not_keep_leaves_with_its_load(harness, monkeypatch):
+    space, engine = harness.declare("a", LAYOUT), harness.engine()
+    chain = harness.chain(space, tokens(4))
+    on_nvme_only(harness, space, chain, engine)
+    policy = harness.store.policy
+    monkeypatch.setattr(policy, "promote", lambda rows, now: np.arange(rows.size) < 2)
+    assert harness.wait(engine.load([(space, chain)])) == [4]
+    assert harness.wait(engine.read_directory(space, chain)) == 2
+
+
 def test_staged_blocks_that_somebody_used_stay(harness):
     space, engine = harness.declare("a", LAYOUT), harness.engine()
     chain = harness.chain(space, tokens(4))
