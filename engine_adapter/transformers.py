@@ -43,6 +43,7 @@ from engine_adapter.transformers_cache import KVCache, ModelShape
 from engine_adapter.transformers_modes import CACHE_NAMES, Plain, layer_windows, read_call
 from engine_adapter.transformers_session import Session, Tools
 from kvstore.client import KVClient, NamespaceHandle
+from kvstore.costs import ModelSize
 from kvstore.errors import KVStoreError
 from kvstore.fingerprint import KVIdentity
 
@@ -135,6 +136,14 @@ def cache_name(model: Any) -> str:
     raise Refused(f"attach: {type(model).__name__}.forward takes no cache")
 
 
+def _size_of(model: Any) -> ModelSize:
+    """What a token's work depends on; looking an embedding up is none."""
+    embedded = sum(weight.numel() for weight in model.get_input_embeddings().parameters())
+    parameters = sum(weight.numel() for weight in model.base_model.parameters()) - embedded
+    text = model.config.get_text_config(decoder=True)
+    return ModelSize(float(max(parameters, 1)), text.num_hidden_layers, text.hidden_size)
+
+
 class Attached:
     """One model's tie to the store. Thread-safe as far as the model's generate is."""
 
@@ -155,6 +164,7 @@ class Attached:
         """Of the latest call; `reports` has one a call."""
         self._shape = shape
         self._cache_name = cache_name(model)
+        self._size = _size_of(model)
         self._owns_client = owns_client
         self._tally = Tally()
         self._identity = ModelIdentity(model, shape, choices)
@@ -189,6 +199,7 @@ class Attached:
                 identity,
                 self._tools.tensors.block_layout,
                 label=f"transformers {type(self.model).__name__}",
+                model=self._size,
             )
             self._known = known = (identity, handle)
         return known[1]

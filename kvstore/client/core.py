@@ -35,6 +35,7 @@ from kvstore.client.reasons import ABSENT, AWAY, CLOSED, reason_of
 from kvstore.client.session import Session
 from kvstore.client.statistics import ClientStatistics
 from kvstore.config import default_socket
+from kvstore.costs import ModelSize
 from kvstore.directory import STORE_ORDER_TRUSTED
 from kvstore.errors import InvalidRequest, KVStoreError, NamespaceConflict
 from kvstore.fingerprint import KVIdentity, namespace_of
@@ -146,9 +147,11 @@ class KVClient:
         kind: NamespaceKind = NamespaceKind.CHAINED,
         window_tokens: int = 0,
         label: str = "",
+        model: ModelSize | None = None,
     ) -> NamespaceHandle:
         """The handle of a namespace; declared to every daemon life, now and later.
 
+        `model`: what the daemon guesses the cost of prefill from, until it knows better.
         `identity` is complete, or the digest of one made elsewhere. Asked again it returns the same
         handle. Raises NamespaceConflict when it is known, here or to the daemon, with another
         layout, kind or window; InvalidRequest.
@@ -158,7 +161,7 @@ class KVClient:
         if len(space) != FINGERPRINT_BYTES:
             raise InvalidRequest(f"namespace: {len(space)} bytes, must be {FINGERPRINT_BYTES}")
         with self._declaring:
-            return self._open(space, layout, kind, window_tokens, label)
+            return self._open(space, layout, kind, window_tokens, label, model)
 
     def _open(
         self,
@@ -167,6 +170,7 @@ class KVClient:
         kind: NamespaceKind,
         window_tokens: int,
         label: str,
+        model: ModelSize | None,
     ) -> NamespaceHandle:
         known = self._handles.get(space)
         if known is not None:
@@ -186,6 +190,7 @@ class KVClient:
             kind,
             window_tokens,
             label,
+            model,
         )
         self._session.register(handle)
         self._handles[space] = handle

@@ -10,6 +10,7 @@ everything is compared once more; a difference turns the whole load into a miss.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -165,9 +166,12 @@ class Loader:
         if offsets:
             view = _read_view(order.life)
             geometry = self._geometry(order)
+            began = time.perf_counter()
             self._threads.copy_out(
                 geometry, view, offsets, order.rows, first_row, order.copy_threads
             )
+            count_bytes = len(offsets) * order.rows.block_bytes
+            self._keeper.timings.copy(count_bytes, time.perf_counter() - began)
 
     def _geometry(self, order: Order) -> Geometry:
         start = 0 if order.rank is None else self._layout.rank_offset(order.rank)

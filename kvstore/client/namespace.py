@@ -29,12 +29,13 @@ from kvstore.client.lease import ReadLease, request_lease
 from kvstore.client.life import Declared, Life
 from kvstore.client.loading import Loader, LoadResult, Order
 from kvstore.client.names import FlatNames, Names, stretch
-from kvstore.client.plans import Asking
+from kvstore.client.plans import Asking, packed_size
 from kvstore.client.reasons import ABSENT, AWAY, CLOSED, reason_of
 from kvstore.client.reservation import SharedReservation, WriteReservation, reserve_named
 from kvstore.client.session import Session
 from kvstore.client.spare import SpareSlots
 from kvstore.client.storing import StoreOrder, Storer
+from kvstore.costs import ModelSize
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.fingerprint import Chain, Content, Tokens
 from kvstore.hints import Hint
@@ -68,12 +69,14 @@ class NamespaceHandle(ControlVerbs):
         kind: NamespaceKind,
         window_tokens: int,
         label: str,
+        model: ModelSize | None = None,
     ) -> None:
         self.id = namespace
         self.layout = layout
         self.kind = kind
         self.window_tokens = window_tokens
         self.label = label
+        self._model = model
         self._session = session
         self._keeper = keeper
         self.spare = SpareSlots(session, namespace, self._declared, keeper.abort, time.monotonic)
@@ -98,6 +101,7 @@ class NamespaceHandle(ControlVerbs):
             ),
             window_tokens=self.window_tokens,
             label=self.label,
+            model=packed_size(self._model),
         )
 
     def _declared(self, life: Life) -> Declared:

@@ -1,6 +1,6 @@
 """Plans as they travel: what a client says with its match, and what comes back.
 
-Primitives: `Asking`, `unpack_plan`, `load_order`. Pure translation.
+Primitives: `Asking`, `packed_size`, `unpack_plan`, `load_order`. Pure translation.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.costs import PrefillCost
+from kvstore.costs import ModelSize, PrefillCost
 from kvstore.hints import Hint
 from kvstore.planner import Ability, Plan
 from kvstore.rpc import control_pb2 as pb
@@ -48,6 +48,13 @@ class Asking:
             for hint in self.hints
             if hint.hint_class
         ]
+
+
+def packed_size(model: ModelSize | None) -> pb.ModelSize | None:
+    """None says nothing."""
+    if model is None:
+        return None
+    return pb.ModelSize(parameters=model.parameters, layers=model.layers, hidden=model.hidden)
 
 
 def unpack_plan(found: Any) -> Plan:
