@@ -92,6 +92,9 @@ class Policy(Protocol):
     def promote(self, rows: IntArray, now: float) -> BoolArray:
         """Which rows, read from a slower tier, are worth keeping in the host tier, bool[n]."""
 
+    def statistics(self) -> dict[str, float]:
+        """Its state, for people; stable keys."""
+
 
 class LruLeaf:
     """The least recently used leaf goes first; of one request's blocks the deepest. Admits all."""
@@ -126,6 +129,10 @@ class LruLeaf:
     def promote(self, rows: IntArray, now: float) -> BoolArray:
         """Everything."""
         return np.ones(rows.size, np.bool_)
+
+    def statistics(self) -> dict[str, float]:
+        """Nothing to tell."""
+        return {}
 
 
 def lru_order(catalog: Catalog, rows: IntArray) -> FloatArray:

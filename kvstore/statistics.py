@@ -43,6 +43,7 @@ def statistics_of(service: Service) -> dict[str, object]:
         "host_filled_bytes": service.elastic.filled_bytes,
         "prefetch_queued_blocks": service.prefetcher.queued_blocks,
         "costs": store.costs.statistics(),
+        "policy": {"name": store.policy.name, **store.policy.statistics()},
         "promotions_bytes_inflight": service.mover.bytes_inflight,
         "loop_lag": service.lag.statistics(),
         "latencies": service.latencies.statistics(),

@@ -127,7 +127,7 @@ class Learner:
             again = rows[found]
             catalog.uses[again] = np.maximum(catalog.uses[again], known.uses + 1)
             self.classes[again] = _renamed(self.classes[again], catalog.uses[again])
-            seconds: FloatArray = self.density[again] * catalog.length[again].astype(np.float64)
+            seconds = self.density[again].astype(np.float64) * catalog.length[again]
             classes: IntArray = use_class(known.uses) + USE_CLASSES * known.shapes
             self._returns.append((known.last_use, classes, seconds, now))
         self._note(rows.size, now)
