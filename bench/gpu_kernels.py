@@ -27,14 +27,16 @@ from typing import Any
 
 import numpy as np
 
+from engine_adapter import quantised
 from engine_adapter.transfer_moves import source_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 SHIM = Path(__file__).parent / "kernels" / "cuda_shim.h"
-ARGUMENTS = {"copy_pieces": 4}
+ARGUMENTS = {"copy_pieces": 4, "scale_pieces": 7, "quantise_pieces": 7, "restore_pieces": 7}
 """Kernels and how many numbers they take."""
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 255, 256, 1000, 4096, 4099, 16384)
 SKEWS = (0, 1, 4, 8, 15)
+SIZES = ((16, 64), (1, 16), (3, 80), (16, 128))
 SHAPES = ((1, 1), (3, 32))
 
 
@@ -174,11 +176,44 @@ def copy_mismatches(folder: Path) -> Iterator[str]:
             yield f"copy_pieces {blocks}x{threads}, skews {to_skew} and {from_skew}"
 
 
+def quantise_mismatches(folder: Path) -> Iterator[str]:
+    """Cases in which the packing kernels and the reference differ in a bit."""
+    shim = Shim(source_of("quantise_pieces"), folder)
+    rng = np.random.default_rng(2)
+    for scheme, (tokens, dim), threads in product(quantised.SCHEMES, SIZES, (1, 32)):
+        stride, pieces = 2 * dim + 6, 9
+        bits = rng.integers(0, 1 << 16, (pieces, tokens, stride // 2), np.uint16)
+        bits[0, :, :dim] = 0
+        bits[1:5, :, :dim] = quantised.to_bfloat16(rng.normal(0, 3, (4, tokens, dim)))
+        numbers = quantised.from_bfloat16(bits[:, :, :dim]).reshape(pieces, -1)
+        wanted = quantised.packed(numbers, scheme)
+        found = np.full_like(wanted, 0x55)
+        back = np.full_like(bits, 0x55)
+        for names, rows in (
+            (("scale_pieces", "quantise_pieces"), bits),
+            (("restore_pieces",), back),
+        ):
+            tables = [
+                one.ctypes.data + np.arange(pieces, dtype=np.uint64) * np.uint64(one.strides[0])
+                for one in (found, rows)
+            ]
+            places = [table.ctypes.data for table in tables]
+            shape = (pieces, tokens, dim, stride, int(scheme == "fp8_e4m3"))
+            for name in names:
+                shim.launch(name, 2, threads, (*places, *shape))
+        wanted_back = np.full_like(bits, 0x55)
+        restored = quantised.restored(wanted, scheme)
+        wanted_back[:, :, :dim] = quantised.to_bfloat16(restored).reshape(pieces, tokens, dim)
+        if not np.array_equal(found, wanted) or not np.array_equal(back, wanted_back):
+            yield f"{scheme} {tokens}x{dim}, {threads} threads"
+
+
 def main() -> None:
     """Print every mismatch: the part that may crash, for a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        for case in copy_mismatches(Path(folder)):
-            print(case)
+        for mismatches in (copy_mismatches, quantise_mismatches):
+            for case in mismatches(Path(folder)):
+                print(case)
 
 
 def mismatches_in_child() -> list[str]:

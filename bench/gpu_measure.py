@@ -35,7 +35,7 @@ D2H = Bar("d2h_vs_pinned_peak", "ratio", at_least=0.90)
 D2D = Bar("gpu_tier_load_vs_d2d", "ratio", at_least=0.85)
 
 
-class _InPlace:
+class PinnedBlocks:
     """Blocks that lie in pinned slots."""
 
     reason = ""
@@ -48,11 +48,14 @@ class _InPlace:
     def addresses(self, blocks: IntArray) -> UIntArray:
         return self._places[blocks]
 
+    def arrivals(self, deadline_seconds: float) -> Iterator[None]:
+        yield
+
     def valid(self) -> bool:
         return True
 
 
-class _Arena:
+class Places:
     """What a reservation's slots are addressed in: offsets are slot numbers."""
 
     def __init__(self, places: UIntArray) -> None:
@@ -93,11 +96,11 @@ class Rig:
             time.sleep(0.01)
 
     def load(self) -> Any:
-        source: Any = _InPlace(self.places)
+        source: Any = PinnedBlocks(self.places)
         return self.transfers.start_load(LoadPlan(self.target, source, self.ids), self.compute)
 
     def save(self) -> Any:
-        arena: Any = _Arena(self.places)
+        arena: Any = Places(self.places)
         reservation: Any = Reservation(arena, list(range(self.blocks)))
         plan = SavePlan(self.target, reservation, self.ids, np.arange(self.blocks))
         return self.transfers.start_save(plan, self.compute)

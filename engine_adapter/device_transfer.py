@@ -22,16 +22,17 @@ import numpy as np
 
 from engine_adapter.lanes import Lanes
 from engine_adapter.loader import LOAD_THREADS
+from engine_adapter.quantised import QuantisedTarget
 from engine_adapter.transfer import (
     LoadHandle,
     LoadPlan,
-    PagedTarget,
     SaveHandle,
     SavePlan,
+    Target,
 )
 from engine_adapter.transfer_handles import DeviceLoad, DeviceSave, Nothing, Transfer
-from engine_adapter.transfer_moves import calibrated
-from engine_adapter.transfer_plan import Route, compiled
+from engine_adapter.transfer_moves import QuantisingCopies, Route, calibrated
+from engine_adapter.transfer_plan import compiled
 from kvstore.client.inplace import granted_addresses
 from kvstore.device import open_device
 from kvstore.errors import DeviceError, InvalidRequest, KVStoreError, Overloaded
@@ -47,7 +48,7 @@ _log = logging.getLogger(__name__)
 class _Known:
     """A target seen before."""
 
-    target: PagedTarget
+    target: Target
     route: Route
     last: IntArray
     """int64 [engine blocks]: number of the last transfer that touched each."""
@@ -131,15 +132,19 @@ class DeviceTransfers:
             save.fail(f"{type(error).__name__}: {error}")
         return save
 
-    def _checked(self, target: PagedTarget, blocks: IntArray) -> _Known:
+    def _checked(self, target: Target, blocks: IntArray) -> _Known:
         if self._is_closed:
             raise InvalidRequest("the transfer engine was closed")
         if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= target.blocks):
             raise InvalidRequest(f"transfer: a block is not one of the target's {target.blocks}")
         known = self._targets.get(id(target))
         if known is None:
+            only = None
+            if isinstance(target, QuantisedTarget):
+                only = QuantisingCopies(self._lanes.device, self._lanes.tables, target)
             last = np.zeros(target.blocks, np.int64)
-            known = self._targets[id(target)] = _Known(target, Route(compiled(target)), last)
+            known = _Known(target, Route(compiled(target), only), last)
+            self._targets[id(target)] = known
         return known
 
     def _follow(self, known: _Known, blocks: IntArray, compute_stream: int, stream: int) -> None:

@@ -17,7 +17,15 @@ from threading import RLock
 import numpy as np
 
 from engine_adapter.pinning import BounceRing, PinnedArena
-from engine_adapter.transfer_moves import BatchCopies, Choice, KernelCopies, Mechanism, Tables
+from engine_adapter.transfer_moves import (
+    BatchCopies,
+    Choice,
+    KernelCopies,
+    Mechanism,
+    PinnedTables,
+    QuantisingCopies,
+    Tables,
+)
 from engine_adapter.transfer_plan import Pieces
 from kvstore.device import Device
 from kvstore.errors import DeviceError
@@ -65,12 +73,13 @@ class Lanes:
         self.events = Events(device)
         self.pins = PinnedArena(device)
         self.ring = BounceRing(device)
-        self._kernel = KernelCopies(device, self.pins.pointers)
+        self.tables = PinnedTables(device, self.pins.pointers)
         self.mechanisms: dict[str, Mechanism] = {
-            one.name: one for one in (BatchCopies(device), self._kernel)
+            one.name: one for one in (BatchCopies(device), KernelCopies(device, self.tables))
         }
         self.choice = choice or Choice({})
-        self.bytes_by_way = dict.fromkeys((*self.mechanisms, "bounced"), 0)
+        ways = (*self.mechanisms, QuantisingCopies.name, "bounced")
+        self.bytes_by_way = dict.fromkeys(ways, 0)
         self._in_flight: list[tuple[int, ByteArray]] = []
         """Bounce buffers and the events after which they are free."""
 
@@ -82,14 +91,16 @@ class Lanes:
         # The wait is bound to this recording already: others may record the event anew.
         self.events.give_back(event)
 
-    def enqueue(self, pieces: Pieces, to_device: bool, stream: int, held: Held) -> None:
-        """What `held` gains is given back by `let_go`, after the copies."""
-        name = self.choice.name_for(pieces, to_device)
-        mechanism = self.mechanisms[name]
+    def enqueue(
+        self, pieces: Pieces, to_device: bool, stream: int, held: Held, only: Mechanism | None
+    ) -> None:
+        """By `only`, or by the fastest. What `held` gains is given back by `let_go`, after the
+        copies."""
+        mechanism = only or self.mechanisms[self.choice.name_for(pieces, to_device)]
         tables = mechanism.enqueue(pieces, to_device, stream)
         if tables:
             held.append((mechanism, tables))
-        self.bytes_by_way[name] += pieces.total_bytes
+        self.bytes_by_way[mechanism.name] += pieces.total_bytes
 
     def let_go(self, held: Held) -> None:
         """The work that needed these has ended."""
@@ -109,17 +120,31 @@ class Lanes:
                 return buffer
             self.pause()
 
-    def bounce_in(self, pieces: Pieces, buffer: ByteArray, stream: int, held: Held) -> None:
+    def bounce_in(
+        self,
+        pieces: Pieces,
+        buffer: ByteArray,
+        stream: int,
+        held: Held,
+        only: Mechanism | None,
+    ) -> None:
         """One lot to the device; `buffer` holds its bytes already and is reclaimed later."""
-        self.enqueue(_through(pieces, buffer), True, stream, held)
+        self.enqueue(_through(pieces, buffer), True, stream, held, only)
         self._count_bounced(pieces)
         event = self.events.take()
         self.device.record(event, stream)
         self._in_flight.append((event, buffer))
 
-    def bounce_out(self, pieces: Pieces, buffer: ByteArray, stream: int, held: Held) -> int:
+    def bounce_out(
+        self,
+        pieces: Pieces,
+        buffer: ByteArray,
+        stream: int,
+        held: Held,
+        only: Mechanism | None,
+    ) -> int:
         """One lot into `buffer`; the event after which its bytes are there is the caller's."""
-        self.enqueue(_through(pieces, buffer), False, stream, held)
+        self.enqueue(_through(pieces, buffer), False, stream, held, only)
         self._count_bounced(pieces)
         event = self.events.take()
         self.device.record(event, stream)
@@ -142,7 +167,7 @@ class Lanes:
         """All transfers have ended. A device that fails by now keeps what it has."""
         with suppress(DeviceError), self.lock:
             self._reclaim()
-            self._kernel.close()
+            self.tables.close()
             self.ring.close()
             self.pins.close()
             self.events.close()

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from engine_adapter.quantised import QuantisedTarget
 from kvstore.client import WriteReservation
 from kvstore.client.inplace import InPlace
 from kvstore.errors import InvalidRequest
@@ -80,6 +81,10 @@ class PagedTarget:
                 )
 
 
+Target: TypeAlias = PagedTarget | QuantisedTarget
+"""Bytes as the engine has them, or packed into 8-bit numbers on their way."""
+
+
 def planes_of(
     address: int, shape: Sequence[int], strides_bytes: Sequence[int], axes: str, item_bytes: int
 ) -> tuple[Plane, ...]:
@@ -119,7 +124,7 @@ def planes_of(
 class LoadPlan:
     """Store blocks [first, first + n) of `source` go to engine blocks `blocks`, int64 [n]."""
 
-    target: PagedTarget
+    target: Target
     source: InPlace
     blocks: IntArray
     first: int = 0
@@ -131,7 +136,7 @@ class SavePlan:
     """Engine blocks `blocks`, int64 [n], go to the slots granted for blocks `at`, int64 [n], of
     `reservation`, counted as `WriteReservation` counts them."""
 
-    target: PagedTarget
+    target: Target
     reservation: WriteReservation
     blocks: IntArray
     at: IntArray

@@ -17,7 +17,8 @@ import numpy as np
 from engine_adapter.lanes import Held, Lanes, fill, spill
 from engine_adapter.loader import CHANGED, DEADLINE, GRACE_SECONDS, LoadFailed
 from engine_adapter.transfer import LoadPlan, SavePlan
-from engine_adapter.transfer_plan import Pieces, Program, Route, placed, portions
+from engine_adapter.transfer_moves import Route
+from engine_adapter.transfer_plan import Pieces, Program, placed, portions
 from kvstore.errors import DeviceError, KVStoreError
 from kvstore.types import BoolArray, ByteArray, IntArray, UIntArray
 
@@ -95,6 +96,7 @@ class DeviceLoad(Transfer):
         super().__init__(lanes, lanes.load_stream, plan.deadline_seconds + GRACE_SECONDS)
         self._plan = plan
         self._route = route
+        self._only = route.only
         self._programs = programs = route.programs
         self._compute_stream = compute_stream
         blocks = len(plan.blocks)
@@ -193,7 +195,7 @@ class DeviceLoad(Transfer):
                 return
             if len(direct):
                 pieces = self._pieces(program, direct)
-                self._lanes.enqueue(pieces, True, self._stream, self._held)
+                self._lanes.enqueue(pieces, True, self._stream, self._held, self._only)
             self._is_sent[number, which] = True
             if self._is_sent[number].all():
                 self._open_gate(number)
@@ -212,7 +214,7 @@ class DeviceLoad(Transfer):
             if self.is_closed:
                 return
             for number, pieces in placed_all:
-                lanes.enqueue(pieces, True, self._stream, self._held)
+                lanes.enqueue(pieces, True, self._stream, self._held, self._only)
                 self._open_gate(number)
             self._is_sent[:] = True
             self._close()
@@ -238,7 +240,7 @@ class DeviceLoad(Transfer):
                 if self.is_closed:
                     lanes.ring.give_back(buffer)
                     return
-                lanes.bounce_in(lot, buffer, self._stream, self._held)
+                lanes.bounce_in(lot, buffer, self._stream, self._held, self._only)
 
     def run(self) -> None:
         """For a background thread: until everything is enqueued, or will not be."""
@@ -268,6 +270,7 @@ class DeviceSave(Transfer):
         super().__init__(lanes, lanes.save_stream, plan.deadline_seconds)
         self._plan = plan
         self._route = route
+        self._only = route.only
         self._slots = slots
         layout = plan.target.layout
         ours = slots + np.uint64(layout.rank_offset(plan.target.rank))
@@ -280,7 +283,7 @@ class DeviceSave(Transfer):
         with self._lanes.lock:
             if len(which) and not self.is_closed:
                 for _, pieces in self._placed(which):
-                    self._lanes.enqueue(pieces, False, self._stream, self._held)
+                    self._lanes.enqueue(pieces, False, self._stream, self._held, self._only)
             if len(which) == len(self._slots):
                 self._close()
         return self.is_closed
@@ -318,7 +321,7 @@ class DeviceSave(Transfer):
                 lanes.ring.give_back(buffer)
                 self._close()
                 return
-            event = lanes.bounce_out(lot, buffer, self._stream, self._held)
+            event = lanes.bounce_out(lot, buffer, self._stream, self._held, self._only)
         while not lanes.device.is_done(event):
             lanes.pause()
         spill(lot, buffer)

@@ -1,9 +1,11 @@
-"""The two ways to move many pieces at once, and which one for what.
+"""The ways to move many pieces at once, and which one for what.
 
 Primitives:
   `Mechanism`      enqueues the copies of a list of pieces on a stream
   `BatchCopies`    the copy engines: one call for all pieces
   `KernelCopies`   a kernel of few blocks that reads tables of pieces
+  `QuantisingCopies`   the same with 8-bit numbers on the host's side
+  `Route`          a target's programs, for blocks that are all there
   `Choice`         which mechanism, from times measured on this device by `calibrated`
 
 Copy engines leave the processors alone and win for long pieces, a kernel for short ones; where they
@@ -12,7 +14,7 @@ meet depends on device, length and number, so it is measured. Never waits, excep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import product
@@ -20,9 +22,10 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from engine_adapter.transfer_plan import Pieces
+from engine_adapter.quantised import QuantisedTarget
+from engine_adapter.transfer_plan import Pieces, Program, placed
 from kvstore.device import Device, Order
-from kvstore.types import ByteArray, UIntArray
+from kvstore.types import ByteArray, IntArray, UIntArray
 
 KERNEL_BLOCKS = 12
 """More processors than this are not taken from the engine."""
@@ -67,34 +70,31 @@ class BatchCopies:
         """It has none."""
 
 
-class KernelCopies:
-    """Tables lie in pinned memory, because the kernel reads them when it runs."""
+class PinnedTables:
+    """Tables of addresses for kernels, which read them when they run: never re-used before."""
 
-    name = "kernel"
-
-    def __init__(
-        self, device: Device, pointers: Callable[[UIntArray], UIntArray] | None = None
-    ) -> None:
+    def __init__(self, device: Device, pointers: Callable[[UIntArray], UIntArray] | None) -> None:
         """`pointers`: where kernels find the host addresses given; None: where the host does."""
         self._device = device
         self._pointers = pointers
-        self._kernel = device.make_kernel(source_of("copy_pieces"), "copy_pieces")
         self._free: dict[int, list[ByteArray]] = {}
 
-    def enqueue(self, pieces: Pieces, to_device: bool, stream: int) -> Tables:
-        host = pieces.host if self._pointers is None else self._pointers(pieces.host)
-        count = len(pieces.lengths)
-        table = self._take(3 * 8 * count)
-        words = table[: 3 * 8 * count].view(np.uint64).reshape(3, count)
-        words[0], words[1] = (pieces.device, host) if to_device else (host, pieces.device)
-        words[2] = pieces.lengths
+    def write(self, columns: Sequence[UIntArray]) -> tuple[ByteArray, list[int]]:
+        """A table and where kernels find each column of uint64 [n]."""
+        length = 8 * len(columns[0])
+        table = self._take(len(columns) * length)
+        words = table[: len(columns) * length].view(np.uint64).reshape(len(columns), -1)
+        for row, column in zip(words, columns, strict=True):
+            row[:] = column
         at = self._device.pointer_of(table.ctypes.data)
-        arguments = (at, at + 8 * count, at + 16 * count, count)
-        blocks = min(count, KERNEL_BLOCKS)
-        self._device.launch(self._kernel, blocks, KERNEL_THREADS, arguments, stream)
-        return (table,)
+        return table, [at + number * length for number in range(len(columns))]
+
+    def host(self, pieces: Pieces) -> UIntArray:
+        """The pieces' host addresses as kernels know them."""
+        return pieces.host if self._pointers is None else self._pointers(pieces.host)
 
     def give_back(self, tables: Tables) -> None:
+        """The work that read them has ended."""
         for table in tables:
             self._free.setdefault(len(table), []).append(table)
 
@@ -109,6 +109,85 @@ class KernelCopies:
             for table in tables:
                 self._device.free_pinned(table)
         self._free.clear()
+
+
+class KernelCopies:
+    """See the module."""
+
+    name = "kernel"
+
+    def __init__(self, device: Device, tables: PinnedTables) -> None:
+        self._device = device
+        self._tables = tables
+        self._kernel = device.make_kernel(source_of("copy_pieces"), "copy_pieces")
+
+    def enqueue(self, pieces: Pieces, to_device: bool, stream: int) -> Tables:
+        host, count = self._tables.host(pieces), len(pieces.lengths)
+        ends = (pieces.device, host) if to_device else (host, pieces.device)
+        table, places = self._tables.write((*ends, pieces.lengths))
+        blocks = min(count, KERNEL_BLOCKS)
+        self._device.launch(self._kernel, blocks, KERNEL_THREADS, (*places, count), stream)
+        return (table,)
+
+    def give_back(self, tables: Tables) -> None:
+        self._tables.give_back(tables)
+
+
+class QuantisingCopies:
+    """Packs what is saved and restores what is loaded, for the target it was made for."""
+
+    name = "quantising"
+
+    def __init__(self, device: Device, tables: PinnedTables, target: QuantisedTarget) -> None:
+        self._device = device
+        self._tables = tables
+        source = source_of("quantise_pieces")
+        self._pack = [
+            device.make_kernel(source, name) for name in ("scale_pieces", "quantise_pieces")
+        ]
+        self._restore = [device.make_kernel(source, "restore_pieces")]
+        is_fp8 = int(target.scheme == "fp8_e4m3")
+        self._shape = (target.tokens, target.dim, target.token_stride_bytes, is_fp8)
+
+    def enqueue(self, pieces: Pieces, to_device: bool, stream: int) -> Tables:
+        count = len(pieces.lengths)
+        table, places = self._tables.write((self._tables.host(pieces), pieces.device))
+        for kernel in self._restore if to_device else self._pack:
+            arguments = (*places, count, *self._shape)
+            blocks = min(count, KERNEL_BLOCKS)
+            self._device.launch(kernel, blocks, KERNEL_THREADS, arguments, stream)
+        return (table,)
+
+    def give_back(self, tables: Tables) -> None:
+        self._tables.give_back(tables)
+
+
+class Route:
+    """A target's programs in layer order, and the only mechanism that fits it, if there is one."""
+
+    def __init__(self, programs: tuple[Program, ...], only: Mechanism | None = None) -> None:
+        self.programs = programs
+        self.only = only
+        self._alike = [one.stride.tobytes() + one.length.tobytes() for one in programs]
+
+    def placed(
+        self, slots: UIntArray, blocks: IntArray, fences: UIntArray
+    ) -> Iterator[tuple[int, Pieces]]:
+        """(number, copies) of every program. What layers have in common is worked out once."""
+        # Blocks are the inner axis: numpy is slow along short ones.
+        ids = blocks.astype(np.uint64)
+        common: dict[bytes, tuple[UIntArray, UIntArray]] = {}
+        for number, (program, alike) in enumerate(zip(self.programs, self._alike, strict=True)):
+            if program.is_joinable:
+                yield number, placed(program, slots, blocks, fences)
+                continue
+            if alike not in common:
+                lengths = np.repeat(program.length, len(slots))
+                common[alike] = ids * program.stride[:, None], lengths
+            offsets, lengths = common[alike]
+            host, device = slots + program.at[:, None], offsets + program.base[:, None]
+            total = len(slots) * program.block_bytes
+            yield number, Pieces(host.ravel(), device.ravel(), lengths, total)
 
 
 def source_of(name: str) -> str:

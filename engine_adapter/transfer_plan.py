@@ -3,7 +3,6 @@
 Primitives:
   `Program`, `compiled`   a target's layers as offsets, worked out once
   `placed`                a program times n blocks: the copies, neighbours joined
-  `Route`                 all programs of a target, for blocks that are all there
   `Pieces`                copies between host and device, without a direction
 
 A program is one layer, or several that lie side by side in slot and target: a block's bytes then go
@@ -18,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_adapter.transfer import PagedTarget
+from engine_adapter.quantised import QuantisedTarget, piece_bytes
+from engine_adapter.transfer import PagedTarget, Target
 from kvstore.types import IntArray, UIntArray
 
 PROGRAM_BYTES = 256 << 10
@@ -57,47 +57,20 @@ class Program:
     stride: UIntArray
     length: UIntArray
     block_bytes: int
-
-    @property
-    def is_joinable(self) -> bool:
-        """Whether a block is one run, so that blocks that follow each other can be, too."""
-        return len(self.length) == 1 and self.length[0] == self.stride[0]
+    is_joinable: bool
+    """Whether a block is one run, so that blocks that follow each other can be, too."""
 
 
-class Route:
-    """A target's programs in layer order."""
-
-    def __init__(self, programs: tuple[Program, ...]) -> None:
-        self.programs = programs
-        self._alike = [one.stride.tobytes() + one.length.tobytes() for one in programs]
-
-    def placed(
-        self, slots: UIntArray, blocks: IntArray, fences: UIntArray
-    ) -> Iterator[tuple[int, Pieces]]:
-        """(number, copies) of every program. What layers have in common is worked out once."""
-        # Blocks are the inner axis: numpy is slow along short ones.
-        ids = blocks.astype(np.uint64)
-        common: dict[bytes, tuple[UIntArray, UIntArray]] = {}
-        for number, (program, alike) in enumerate(zip(self.programs, self._alike, strict=True)):
-            if program.is_joinable:
-                yield number, placed(program, slots, blocks, fences)
-                continue
-            if alike not in common:
-                lengths = np.repeat(program.length, len(slots))
-                common[alike] = ids * program.stride[:, None], lengths
-            offsets, lengths = common[alike]
-            host, device = slots + program.at[:, None], offsets + program.base[:, None]
-            total = len(slots) * program.block_bytes
-            yield number, Pieces(host.ravel(), device.ravel(), lengths, total)
-
-
-def compiled(target: PagedTarget) -> tuple[Program, ...]:
-    """The target's layers in order."""
+def compiled(target: Target) -> tuple[Program, ...]:
+    """The target's layers in order. Packed pieces are never joined: a kernel takes each."""
     parts = target.layout.parts
     programs: list[tuple[int, int, int, list[_Piece]]] = []
     for layer in range(target.layout.layers):
         offset = target.layout.layer_offset(target.rank, layer)
         part = next(p.index for p in parts if p.offset <= offset < p.offset + p.length)
+        if isinstance(target, QuantisedTarget):
+            programs.append((layer, 1, part, list(_packed(target, layer))))
+            continue
         pieces = list(_joined(_pieces(target, layer)))
         if programs:
             first, count, before, earlier = programs[-1]
@@ -106,12 +79,24 @@ def compiled(target: PagedTarget) -> tuple[Program, ...]:
                 programs[-1] = (first, count + 1, part, both)
                 continue
         programs.append((layer, 1, part, pieces))
-    return tuple(_program(*program) for program in programs)
+    is_copied = isinstance(target, PagedTarget)
+    return tuple(_program(*program, is_copied) for program in programs)
 
 
-def _program(first: int, count: int, part: int, pieces: Sequence[_Piece]) -> Program:
+def _program(
+    first: int, count: int, part: int, pieces: Sequence[_Piece], is_copied: bool
+) -> Program:
     at, base, stride, length = np.array(pieces, np.uint64).T.copy()
-    return Program(first, count, part, at, base, stride, length, int(length.sum()))
+    is_joinable = is_copied and len(length) == 1 and length[0] == stride[0]
+    return Program(first, count, part, at, base, stride, length, int(length.sum()), is_joinable)
+
+
+def _packed(target: QuantisedTarget, layer: int) -> Iterator[_Piece]:
+    at = target.layout.layer_offset(target.rank, layer)
+    length = piece_bytes(target.tokens, target.dim)
+    for start in target.starts[layer]:
+        yield _Piece(at, start, target.block_stride_bytes, length)
+        at += length
 
 
 def _pieces(target: PagedTarget, layer: int) -> Iterator[_Piece]:

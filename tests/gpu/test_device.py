@@ -11,7 +11,7 @@ import pytest
 from bench.gpu_kernels import ARGUMENTS, LENGTHS, SKEWS
 from bench.gpu_measure import Rig, seconds_from_slab
 from engine_adapter.device_transfer import DeviceTransfers
-from engine_adapter.transfer_moves import KernelCopies
+from engine_adapter.transfer_moves import KernelCopies, PinnedTables
 from engine_adapter.transfer_plan import Pieces
 from kvstore.device import Device, open_device
 from kvstore.errors import ConfigError, DeviceError
@@ -55,7 +55,8 @@ def test_a_load_brings_the_bytes_and_a_save_takes_them_back(rig: Rig) -> None:
 @pytest.mark.parametrize("skews", list(product(SKEWS, SKEWS)))
 def test_the_copy_kernel_at_odd_sizes(device: Device, skews: tuple[int, int]) -> None:
     assert "copy_pieces" in ARGUMENTS
-    kernel, stream = KernelCopies(device), device.make_stream()
+    kernel = KernelCopies(device, PinnedTables(device, None))
+    stream = device.make_stream()
     room = sum(LENGTHS) + 64 * len(LENGTHS)
     host, back = device.allocate_pinned(room), device.allocate_pinned(room)
     there = device.allocate(room)
