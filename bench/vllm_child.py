@@ -31,6 +31,7 @@ SCHEDULER_HOOKS = (
     "update_connector_output",
     "request_finished_all_groups",
 )
+ASKING = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc")
 WORKER_HOOKS = (
     "bind_connector_metadata",
     "start_load_kv",
@@ -104,6 +105,18 @@ class EngineProcess:
         """What was computed is stored; the engine's own cache is empty."""
         self.ask("forget")
 
+    def wait_life(self, boot_id: int) -> int:
+        """Until both halves are attached to another daemon life than `boot_id`; its id."""
+        return int(self.ask("wait_life", boot_id=boot_id)["boot_id"])
+
+    def forget_all(self) -> None:
+        """As `forget`, and the connector's cache too, as far as its reset reaches."""
+        self.ask("forget_all")
+
+    def slow_loads(self, seconds: float) -> None:
+        """Every copy of a load takes so much longer from now on."""
+        self.ask("slow_loads", seconds=seconds)
+
     def hooks(self) -> dict[str, Any]:
         """Processor seconds a step since the last call: `scheduler` and `worker` lists, `steps`
         seconds, `idle` for steps that computed nothing."""
@@ -133,7 +146,8 @@ class _Watch:
             computed = bool(result[1])
             seconds = time.perf_counter() - began
             now = self._now
-            self.rows.append((now["scheduler"], now["worker"], seconds, computed))
+            if computed or not now["asked"]:  # empty steps that only wait are of interest
+                self.rows.append((now["scheduler"], now["worker"], seconds, computed))
             now.clear()
             return result
 
@@ -143,12 +157,13 @@ class _Watch:
         for name in names:
             hook = getattr(connector, name)
 
-            def timed(*arguments: Any, _hook: Any = hook, **more: Any) -> Any:
+            def timed(*arguments: Any, _hook: Any = hook, _name: str = name, **more: Any) -> Any:
                 began = time.thread_time()
                 try:
                     return _hook(*arguments, **more)
                 finally:
                     self._now[side] += time.thread_time() - began
+                    self._now["asked"] += _name in ASKING
 
             setattr(connector, name, timed)
 
@@ -189,6 +204,32 @@ def _answer(engine: Any, watch: _Watch | None, order: dict[str, Any]) -> dict[st
         if watch is not None:
             engine.drain()
         engine.forget()
+        return {}
+    if verb == "forget_all":
+        until = time.monotonic() + 60
+        while not engine.llm.reset_prefix_cache(reset_connector=True):
+            engine.llm.llm_engine.step()
+            if time.monotonic() > until:
+                raise TimeoutError("the engine does not let go of its blocks")
+        return {}
+    if verb == "wait_life":
+        clients = (engine.scheduler._client, engine.worker._client)
+        until = time.monotonic() + 60
+        while any(client.boot_id in (0, order["boot_id"]) for client in clients):
+            time.sleep(0.01)
+            if time.monotonic() > until:
+                raise TimeoutError("not attached to a new daemon life")
+        return {"boot_id": clients[0].boot_id}
+    if verb == "slow_loads":
+        from engine_adapter.vllm_blocks import LanePages
+
+        scatter = LanePages.scatter
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(order["seconds"])
+            scatter(*arguments)
+
+        LanePages.scatter = slow  # type: ignore[method-assign]
         return {}
     if verb == "hooks":
         assert watch is not None, "without the connector there are no hooks"

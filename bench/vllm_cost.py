@@ -77,6 +77,8 @@ def _measure(context: Context) -> Iterator[Reading]:
             f"P50 {np.percentile(hooks, 50):.3g}, P99.9 {np.percentile(hooks, 99.9):.3g}, "
             f"{len(hooks)} steps, {PROMPTS} requests queued at once",
         )
+        on.slow_loads(0.05)
+        seen["idle"].clear()
         for turn in range(context.several(12, 4)):
             on.first_token(5_000_000 + turn, HIT_TOKENS)
             on.forget()

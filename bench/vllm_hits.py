@@ -110,6 +110,48 @@ def _native(context: Context) -> Iterator[Reading]:
     )
 
 
+def _files(context: Context) -> Iterator[Reading]:
+    """Both from disk: their host tier emptied by a reset, ours by a restart of the daemon."""
+    from bench.vllm_engine import tiny_llama
+
+    model = tiny_llama(context.work / "disk-llama", layers=8)
+    folder = context.work / "disk"
+    folder.mkdir()
+    options = {**OPTIONS, "block_size": 32, "disable_hybrid_kv_cache_manager": True}
+    tiers = [{"type": "fs", "root_dir": str(context.work / "fs")}]
+    extra = {**OFFLOAD["kv_connector_extra_config"], "secondary_tiers": tiers}
+    transfer = {**OFFLOAD, "kv_connector_extra_config": {**extra, "spec_name": "TieredSpec"}}
+    per_round, theirs_seconds, our_seconds = 4, list[float](), list[float]()
+    with ExitStack() as stack:
+        daemon = stack.enter_context(DaemonProcess(Path(folder), {"host.bytes": "512MiB"}))
+        ours = stack.enter_context(EngineProcess(model, daemon.socket, **options))
+        theirs = stack.enter_context(EngineProcess(model, None, transfer=transfer, **options))
+        boot_id = ours.wait_life(0)
+        for turn in range(context.several(4, 2)):
+            numbers = [1000 * (turn + 1) + at for at in range(per_round)]
+            for number in numbers:
+                theirs.first_token(number, TOKENS)
+                ours.first_token(number, TOKENS)
+            theirs.forget_all()
+            ours.forget()
+            daemon.stop()
+            daemon.start()
+            boot_id = ours.wait_life(boot_id)
+            for number in numbers:
+                for engine, seconds in ((theirs, theirs_seconds), (ours, our_seconds)):
+                    took, cached = engine.first_token(number, TOKENS)
+                    if cached < TOKENS - 64:
+                        raise RuntimeError(f"a hit of {cached} tokens only")
+                    if turn:  # the first round meets new shapes
+                        seconds.append(took)
+    setting = (
+        f"{TOKENS} tokens of a tiny Llama from disk: ours {np.median(our_seconds):.3g} s, "
+        f"OffloadingConnector with its fs tier {np.median(theirs_seconds):.3g} s, "
+        f"{len(our_seconds)} pairs"
+    )
+    yield _ratio("vs_native_offload_fs", our_seconds, theirs_seconds, setting)
+
+
 PARTS = (
     Part(
         "hits on Gemma 3 270M",
@@ -123,5 +165,10 @@ PARTS = (
         "hits beside vLLM's own offloading",
         (Bar("vs_native_offload_host", "ratio", at_most=1.1),),
         _native,
+    ),
+    Part(
+        "hits from disk beside vLLM's own",
+        (Bar("vs_native_offload_fs", "ratio", at_most=1.1),),
+        _files,
     ),
 )

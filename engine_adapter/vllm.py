@@ -140,6 +140,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._was_reset = False
+        self._hook_seconds = 0.0
         lanes = lanes_of(read_facts(vllm_config, kv_cache_config, settings))
         client = KVClient(
             settings.socket or None,
@@ -204,26 +205,25 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         began = time.thread_time()
         self.scheduler.arrived(request)
-        self._count(self.scheduler, began)
+        self._count(began)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         began = time.thread_time()
         answer = self.scheduler.matched(request, num_computed_tokens)
-        self._count(self.scheduler, began)
+        self._count(began)
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         began = time.thread_time()
         block_ids = blocks.get_block_ids() if num_external_tokens else ()
         self.scheduler.allocated(request, block_ids, num_external_tokens)
-        self._count(self.scheduler, began)
+        self._count(began)
 
     def get_external_cache_hit_sources(self, request: Any, num_tokens: int) -> dict[Any, int]:
         host, disk = self.scheduler.sources(request.request_id, num_tokens)
-        found = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
-        return {source: tokens for source, tokens in found.items() if tokens}
+        return {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         began = time.thread_time()
@@ -233,7 +233,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         orders = self.scheduler.step_orders(
             scheduled, scheduler_output.preempted_req_ids or (), state.get_block_ids
         )
-        self._count(self.scheduler, began)
+        self._count(began)
         return Metadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -241,10 +241,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if connector_output.invalid_block_ids:
             self._evict(connector_output.invalid_block_ids)
         meta = connector_output.kv_connector_worker_meta
-        self.scheduler.step_ended(
-            meta.report if meta is not None else None, connector_output.finished_recving or ()
-        )
-        self._count(self.scheduler, began)
+        report = None if meta is None else meta.report
+        self.scheduler.step_ended(report, connector_output.finished_recving or ())
+        self._count(began)
 
     def _evict(self, bad: set[int]) -> None:
         """vLLM keeps bad blocks in its prefix cache until they are computed again; if the request
@@ -285,7 +284,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         began = time.thread_time()
         self.worker.start_loads()
-        self._count(self.worker, began)
+        self._count(began)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.worker.wait_for_layer(layer_name)
@@ -298,7 +297,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         began = time.thread_time()
         self.worker.end_forward()
-        self._count(self.worker, began)
+        self._count(began)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received = self.worker.received()
@@ -318,18 +317,21 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ both
 
-    def _count(self, side: SchedulerSide | WorkerSide, began: float) -> None:
-        side.counts.add(hook_seconds=time.thread_time() - began)
+    @property
+    def _side(self) -> SchedulerSide | WorkerSide:
+        return self._scheduler or self.worker
+
+    def _count(self, began: float) -> None:
+        self._hook_seconds += time.thread_time() - began
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        side = self._scheduler or self._worker
-        data = side.counts.take() if side is not None else {}
+        data = self._side.counts.take()
+        if data:  # not every step: what came is sent along with what happened
+            data["hook_seconds"], self._hook_seconds = self._hook_seconds, 0.0
         return Stats(data) if data else None
 
     def shutdown(self) -> None:
-        side = self._scheduler or self._worker
-        if side is not None:
-            side.close()
+        self._side.close()
 
 
 def _stored_event(

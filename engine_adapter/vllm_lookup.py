@@ -2,6 +2,7 @@
 
 Primitives:
   `Lookup`        one request's question; `is_done`, `tokens`, `end`
+  `EngineRequest` vLLM's request, as far as it is read here
   `Lookups`       the threads that answer; `Suppressed` the names that nobody may ask for
 
 A lookup names the prompt's blocks, probes the host directory, and asks the daemon what lies below.
@@ -16,8 +17,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from math import lcm
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 from kvstore.client import KVClient, ReadLease
 from kvstore.errors import KVStoreError
@@ -34,6 +37,24 @@ PAUSE_SECONDS = 1.0
 """A daemon that was slow to answer is not asked again for so long; its directory still is."""
 
 _log = logging.getLogger(__name__)
+
+
+class EngineRequest(Protocol):
+    """vLLM's request, as far as it is read here."""
+
+    request_id: str
+    num_computed_tokens: int
+    """Before the step that is being scheduled."""
+    prompt_token_ids: Sequence[int] | None
+    all_token_ids: Sequence[int]
+    block_hashes: Sequence[bytes]
+    cache_salt: str | None
+    lora_request: Any
+    mm_features: Sequence[Any]
+    prompt_embeds: Any
+
+    @property
+    def num_tokens(self) -> int: ...
 
 
 def _worth_tokens(lease: ReadLease, chains: Sequence[Chain]) -> int:
@@ -78,20 +99,38 @@ class Suppressed:
 
 
 class Lookup:
-    """Made by the scheduler's thread. Its chains are the lookup's until it is done, then the
-    scheduler's.
+    """Made by the scheduler's thread, which has many of them to make at once. Its chains are the
+    lookup's until it is done, then the scheduler's.
 
-    `prompt`: all tokens; the chains that `make_chains` returns hold the first `known` of them.
+    `prompt`: all tokens; `chains`, if there are any yet, hold the first `known` of them.
     """
+
+    __slots__ = (
+        "_done",
+        "_is_ended",
+        "_known",
+        "_lease",
+        "_lock",
+        "_prompt",
+        "began",
+        "chains",
+        "from_below",
+        "reason",
+        "request",
+        "tokens",
+        "until",
+    )
 
     def __init__(
         self,
-        make_chains: Callable[[], Sequence[Chain]],
+        request: EngineRequest,
         prompt: Sequence[int],
-        until: float,
+        seconds: float,
+        chains: Sequence[Chain] = (),
         known: int = 0,
     ) -> None:
-        self.chains: Sequence[Chain] = ()
+        self.request = request
+        self.chains = chains
         self.tokens = 0
         """Leading tokens whose blocks lie in host memory."""
         self.from_below = 0
@@ -99,8 +138,7 @@ class Lookup:
         self.reason = ""
         """Why there are not more, as far as it is not just absence."""
         self.began = time.monotonic()
-        self.until = until
-        self._make_chains = make_chains
+        self.until = self.began + seconds
         self._prompt = prompt
         self._known = known
         self._done = threading.Event()
@@ -135,9 +173,9 @@ class Lookup:
     def is_ended(self) -> bool:
         return self._is_ended
 
-    def name_blocks(self) -> int:
+    def name_blocks(self, make_chains: Callable[[EngineRequest], Sequence[Chain]]) -> int:
         """Hash what is not hashed yet; the largest boundary that may be promised."""
-        chains = self._make_chains()
+        chains = self.chains or make_chains(self.request)
         for chain in chains:
             chain.extend(self._prompt[self._known :])
         self.chains = chains
@@ -162,54 +200,57 @@ class Lookup:
 
 
 class Lookups:
-    """`budget_seconds(tokens)`: how long bringing so many tokens up may take."""
+    """`make_chains(request)`: empty chains, one a lane; `budget_seconds(tokens)`: how long bringing
+    so many tokens up may take."""
 
     def __init__(
         self,
         client: KVClient,
+        make_chains: Callable[[EngineRequest], Sequence[Chain]],
         lookup_seconds: float,
         budget_seconds: Callable[[int], float],
         suppressed: Suppressed,
     ) -> None:
         self._client = client
+        self._make_chains = make_chains
         self._lookup_seconds = lookup_seconds
         self._budget_seconds = budget_seconds
         self._suppressed = suppressed
         self._ask_from = 0.0
-        self._pool = ThreadPoolExecutor(LOOKUP_THREADS, "kvstore-lookup")
+        self._queue: SimpleQueue[Lookup | None] = SimpleQueue()
         self._promotions = ThreadPoolExecutor(PROMOTION_THREADS, "kvstore-promote")
+        for _ in range(LOOKUP_THREADS):
+            threading.Thread(target=self._run, name="kvstore-lookup", daemon=True).start()
 
     def start(self, lookup: Lookup) -> None:
-        self._submit(self._pool, lookup, self._find, lookup)
+        """Queue it; costs the caller a microsecond."""
+        self._queue.put(lookup)
 
     def close(self) -> None:
-        """Running ones end within their deadlines."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Running ones end within their deadlines; the others are answered by theirs."""
+        for _ in range(LOOKUP_THREADS):
+            self._queue.put(None)
         self._promotions.shutdown(wait=False, cancel_futures=True)
-
-    def _submit(
-        self,
-        pool: ThreadPoolExecutor,
-        lookup: Lookup,
-        work: Callable[..., None],
-        *arguments: object,
-    ) -> None:
-        def check(future: Future[None]) -> None:
-            error = None if future.cancelled() else future.exception()
-            if error is not None:
-                lookup.fail(f"{type(error).__name__}: {error}")
-                if not isinstance(error, KVStoreError):
-                    _log.error("lookup failed", exc_info=error)
-
-        try:
-            pool.submit(work, *arguments).add_done_callback(check)
-        except RuntimeError:  # after close
-            lookup.fail("closed")
 
     # ------------------------------------------------------------------ the threads
 
+    def _run(self) -> None:
+        while (lookup := self._queue.get()) is not None:
+            self._guarded(lookup, self._find)
+
+    @staticmethod
+    def _guarded(lookup: Lookup, work: Callable[..., None], *arguments: object) -> None:
+        """Whatever goes wrong costs one request its hit."""
+        try:
+            work(lookup, *arguments)
+        except KVStoreError as error:
+            lookup.fail(f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - our bug, told to the log; the request is computed
+            _log.exception("lookup failed")
+            lookup.fail(f"{type(error).__name__}: {error}")
+
     def _find(self, lookup: Lookup) -> None:
-        boundary = lookup.name_blocks()
+        boundary = lookup.name_blocks(self._make_chains)
         boundary = self._suppressed.cap(lookup.chains, boundary, time.monotonic())
         if boundary <= 0 or lookup.is_ended:
             lookup.answer(0)
@@ -230,7 +271,11 @@ class Lookups:
         budget = max(self._budget_seconds(boundary - here), PROMOTION_SECONDS_MIN)
         until = time.monotonic() + budget
         lookup.until = until + GRACE_SECONDS
-        self._submit(self._promotions, lookup, self._promote, lookup, lease, here, boundary, until)
+        work = (lookup, self._promote, lease, here, boundary, until)
+        try:
+            self._promotions.submit(self._guarded, *work)
+        except RuntimeError:  # after close
+            lookup.answer(here)
 
     def _hold(self, lookup: Lookup, tokens: int) -> None:
         """What was answered already stays where it is, and counts as used."""

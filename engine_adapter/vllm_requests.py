@@ -1,40 +1,22 @@
 """What the scheduler's half remembers of one request.
 
-Primitives: `EngineRequest` (what it reads of vLLM's), `Tracked`, `contents_of`.
+Primitives: `Tracked`, `contents_of`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from engine_adapter.vllm_lookup import Lookup
+from engine_adapter.vllm_lookup import EngineRequest, Lookup
 from kvstore.fingerprint import Chain, Content
 
 LOADS_MAX = 2
 """Loads of one request between two preemptions: one that fails again and again is computed."""
 
 
-class EngineRequest(Protocol):
-    """vLLM's request, as far as it is read here."""
-
-    request_id: str
-    num_computed_tokens: int
-    """Before the step that is being scheduled."""
-    prompt_token_ids: Sequence[int] | None
-    all_token_ids: Sequence[int]
-    block_hashes: Sequence[bytes]
-    cache_salt: str | None
-    lora_request: Any
-    mm_features: Sequence[Any]
-    prompt_embeds: Any
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
-@dataclass
+@dataclass(slots=True)
 class Tracked:
     """`lookup` owns `chains` until it is done."""
 

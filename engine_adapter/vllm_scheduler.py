@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from engine_adapter.vllm_lookup import Lookup, Lookups, Suppressed
+from engine_adapter.vllm_lookup import EngineRequest, Lookup, Lookups, Suppressed
 from engine_adapter.vllm_orders import (
     BlockOrder,
     Lane,
@@ -30,7 +30,7 @@ from engine_adapter.vllm_orders import (
     Stretch,
     WorkerReport,
 )
-from engine_adapter.vllm_requests import LOADS_MAX, EngineRequest, Tracked, contents_of
+from engine_adapter.vllm_requests import LOADS_MAX, Tracked, contents_of
 from engine_adapter.vllm_settings import Settings
 from engine_adapter.vllm_speed import Speeds
 from engine_adapter.vllm_statistics import Counts
@@ -91,7 +91,9 @@ class SchedulerSide:
         self.counts = Counts()
         self.speeds = Speeds()
         self._suppressed = Suppressed(settings.suppress_seconds)
-        self._lookups = Lookups(client, settings.lookup_seconds, self._budget, self._suppressed)
+        self._lookups = Lookups(
+            client, self._chains, settings.lookup_seconds, self._budget, self._suppressed
+        )
 
     # ------------------------------------------------------------------ a request's way
 
@@ -106,18 +108,21 @@ class SchedulerSide:
             self._look_up(tracked, request.prompt_token_ids or ())
 
     def _look_up(self, tracked: Tracked, prompt: Sequence[int]) -> None:
-        tracked.forget_lookup()
-        chains = tracked.chains
-
-        def make_chains() -> Sequence[Chain]:
-            if chains:
-                return chains
-            contents = contents_of(tracked.request, self._adapter_digest)
-            return [Chain(lane.namespace, lane.block_tokens, contents) for lane in self._lanes]
-
-        until = time.monotonic() + self._settings.lookup_seconds
-        tracked.lookup = Lookup(make_chains, prompt, until, tracked.hashed_tokens)
+        if tracked.lookup is not None:
+            tracked.forget_lookup()
+        tracked.lookup = Lookup(
+            tracked.request,
+            prompt,
+            self._settings.lookup_seconds,
+            tracked.chains,
+            tracked.hashed_tokens,
+        )
         self._lookups.start(tracked.lookup)
+
+    def _chains(self, request: EngineRequest) -> Sequence[Chain]:
+        """On a lookup's thread: an adapter's files may have to be read."""
+        contents = contents_of(request, self._adapter_digest)
+        return [Chain(lane.namespace, lane.block_tokens, contents) for lane in self._lanes]
 
     def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """(tokens beyond `computed` that can be loaded, whether beside the forward pass)."""
