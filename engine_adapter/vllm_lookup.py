@@ -245,7 +245,7 @@ class Lookups:
             work(lookup, *arguments)
         except KVStoreError as error:
             lookup.fail(f"{type(error).__name__}: {error}")
-        except Exception as error:  # noqa: BLE001 - our bug, told to the log; the request is computed
+        except Exception as error:  # noqa: BLE001 - our bug: told to the log
             _log.exception("lookup failed")
             lookup.fail(f"{type(error).__name__}: {error}")
 
