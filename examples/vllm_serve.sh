@@ -5,7 +5,8 @@ set -euo pipefail
 kvstore serve &
 trap 'kill %1' EXIT
 
-vllm serve "$@" --kv-transfer-config '{
+# As `vllm serve`; the package for CPUs has no such command.
+python -m vllm.entrypoints.openai.api_server --model "$@" --kv-transfer-config '{
   "kv_connector": "KVStoreConnector",
   "kv_connector_module_path": "engine_adapter.vllm",
   "kv_role": "kv_both",

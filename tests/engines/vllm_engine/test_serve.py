@@ -45,8 +45,9 @@ class Server:
             "kv_connector_extra_config": {"socket": str(store), "lookup_seconds": 20.0},
         }
         command = [
-            str(Path(sys.executable).with_name("vllm")),
-            *("serve", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
+            # `vllm serve` by its module: the package for CPUs has no metadata for the command.
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK)),
             *("--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "2048"),
             *("--skip-tokenizer-init", "--served-model-name", "m"),
