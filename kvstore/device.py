@@ -25,6 +25,8 @@ from kvstore.types import ByteArray, UIntArray
 REGISTER_BYTES_MAX = 64 << 30
 """One registration; drivers refuse calls of 512 GiB."""
 IPC_HANDLE_BYTES = 64
+OVERLAP_BYTES_MAX = 128 << 10
+"""Longest piece of a batch that is asked to stay off the processors: longer ones get slow so."""
 
 
 class Order(IntEnum):
@@ -270,7 +272,9 @@ class CudaDevice:
         tables = [
             np.ascontiguousarray(table, np.uint64) for table in (destinations, sources, lengths)
         ]
-        attributes = _BatchAttributes(order=int(order), flags=_BATCH_PREFERS_OVERLAP)
+        is_short = int(tables[2].max(initial=0)) <= OVERLAP_BYTES_MAX
+        flags = _BATCH_PREFERS_OVERLAP if is_short else 0
+        attributes = _BatchAttributes(order=int(order), flags=flags)
         first = ctypes.c_size_t(0)
         arguments = [
             *(ctypes.c_void_p(table.ctypes.data) for table in tables),
