@@ -16,7 +16,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore.client import RawNames
-from kvstore.errors import ConfigError, NamespaceConflict, NamespaceUnknown, PeerGone
+from kvstore.errors import (
+    ConfigError,
+    InvalidRequest,
+    NamespaceConflict,
+    NamespaceUnknown,
+    PeerGone,
+)
 from kvstore.gateway.process import Gateway
 from kvstore.gateway.servicer import SERVICE_NAME
 from kvstore.layout import BlockLayout
@@ -225,6 +231,18 @@ def test_the_async_client_has_the_same_verbs(gateway):
             assert (await client.namespace(blocks.space)).layout == LARGE
 
     asyncio.run(work())
+
+
+def test_an_async_client_belongs_to_its_loop(gateway):
+    async def make() -> AsyncRemoteClient:
+        return AsyncRemoteClient(address(gateway))
+
+    loop = asyncio.new_event_loop()
+    client = loop.run_until_complete(make())
+    with pytest.raises(InvalidRequest, match="loop"):
+        asyncio.run(client.describe())
+    loop.run_until_complete(client.close())
+    loop.close()
 
 
 # ---------------------------------------------------------------------- beside the engine's blocks
