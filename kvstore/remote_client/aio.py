@@ -40,7 +40,7 @@ class AsyncRemoteClient:
         tls: Tls | None = None,
         deadline_seconds: float = 30.0,
     ) -> None:
-        target = Target(address, token, tls)
+        self._target = target = Target(address, token, tls)
         self.deadline_seconds = deadline_seconds
         self._loop = asyncio.get_running_loop()
         self._metadata = target.metadata
@@ -64,6 +64,7 @@ class AsyncRemoteClient:
 
     async def run(self, verb: Verb[T]) -> T:
         """Drive a verb to its end. Raises what it raises; InvalidRequest on another loop."""
+        self._target.check_process()
         if asyncio.get_running_loop() is not self._loop:
             raise InvalidRequest("this client belongs to another event loop; make one on this loop")
         try:

@@ -42,7 +42,7 @@ class RemoteClient:
         tls: Tls | None = None,
         deadline_seconds: float = 30.0,
     ) -> None:
-        target = Target(address, token, tls)
+        self._target = target = Target(address, token, tls)
         self.deadline_seconds = deadline_seconds
         self._metadata = target.metadata
         self._channel = target.open(grpc)
@@ -67,7 +67,8 @@ class RemoteClient:
         return RemoteNamespace(self, found[0], declares=False)
 
     def run(self, verb: Verb[T]) -> T:
-        """Drive a verb to its end. Raises what it raises."""
+        """Drive a verb to its end. Raises what it raises; ClientForked in a forked child."""
+        self._target.check_process()
         try:
             step = next(verb)
             while True:

@@ -5,13 +5,14 @@ Primitives: `Tls`, `Target` (address, TLS files, token, as a channel needs them)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ClientForked, ConfigError
 from kvstore.rpc.chunks import MESSAGE_BYTES_MAX
 
 OPTIONS = (
@@ -45,6 +46,16 @@ class Target:
     address: str
     token: str | None = None
     tls: Tls | None = None
+    process: int = field(default_factory=os.getpid)
+    """Where it was made: a channel does not survive a fork."""
+
+    def check_process(self) -> None:
+        """Raises ClientForked in a forked child, at once."""
+        if os.getpid() != self.process:
+            raise ClientForked(
+                f"this client belongs to process {self.process}; "
+                f"open a new one in process {os.getpid()}"
+            )
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore.client import RawNames
 from kvstore.errors import (
+    ClientForked,
     ConfigError,
     InvalidRequest,
     NamespaceConflict,
@@ -231,6 +232,13 @@ def test_the_async_client_has_the_same_verbs(gateway):
             assert (await client.namespace(blocks.space)).layout == LARGE
 
     asyncio.run(work())
+
+
+def test_a_forked_child_is_told_at_once(client, monkeypatch):
+    """RPC-4: the channel did not come along."""
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(ClientForked, match="open a new one"):
+        client.describe()
 
 
 def test_an_async_client_belongs_to_its_loop(gateway):
