@@ -26,6 +26,7 @@ _AGE_MIN = 1.0 / 16.0
 _FIRST = -4 * _OCTAVE_BUCKETS
 _PRIOR_INTERVALS = 50.0
 """Intervals that the prior curve counts for: pooled data for a class, 1 ÷ age for the pool."""
+_RATE_MIN = 1e-12
 _CLOSED_MAX = 1 << 20
 """Past so many closed intervals their weight is halved, so that a new workload shows in time."""
 
@@ -121,7 +122,7 @@ class Hazard:
         ends = events + self.cut.ends + still_open.ends
         longer = ends.sum(axis=1, keepdims=True) - ends.cumsum(axis=1)
         exposure = longer * _WIDTHS + self.closed.rests + self.cut.rests + still_open.rests
-        pooled = _smoothed(events.sum(axis=0), exposure.sum(axis=0), 1.0 / _MIDDLES)
+        pooled = _continued(events.sum(axis=0), exposure.sum(axis=0))
         groups = self._by_group(events), self._by_group(exposure)
         group_rates = _smoothed(*groups, pooled)
         self._index = _best_rates(group_rates)[self._groups]
@@ -148,6 +149,22 @@ def _smoothed(events: FloatArray, exposure: FloatArray, prior: FloatArray) -> Fl
     weight = _PRIOR_INTERVALS * _WIDTHS
     rates: FloatArray = (events + prior * weight) / (exposure + weight)
     return rates
+
+
+def _continued(events: FloatArray, exposure: FloatArray) -> FloatArray:
+    """The pooled curve: where little was seen it goes on from the age before, falling as 1 ÷ age.
+
+    Expecting 1 ÷ age itself there would make what nobody has waited for yet look promising.
+    """
+    rates = np.empty(BUCKETS)
+    prior = 1.0 / _MIDDLES[0]
+    weights = _PRIOR_INTERVALS * _WIDTHS
+    for bucket in range(BUCKETS):
+        seen, weight = exposure[bucket], weights[bucket]
+        rates[bucket] = (events[bucket] + prior * weight) / (seen + weight)
+        if bucket + 1 < BUCKETS:
+            prior = rates[bucket] * _MIDDLES[bucket] / _MIDDLES[bucket + 1]
+    return np.maximum(rates, _RATE_MIN)
 
 
 def _best_rates(rates: FloatArray) -> FloatArray:

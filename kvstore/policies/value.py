@@ -48,9 +48,10 @@ class ValuePolicy:
         self._wear = wear
         self._learner = Learner(catalog, _groups(1))
         self._fits = 0
-        self._victims_unseen = _VICTIMS_A_LOOK
+        self._victims_unseen = dict.fromkeys((Tier.HOST, Tier.NVME), _VICTIMS_A_LOOK)
         self._victim_scores: dict[Tier, float] = {}
-        self._nvme_stay_seconds = np.inf
+        self._started = np.inf
+        self._nvme_stay_seconds: float | None = None
         self._nvme_victim_gain = 0.0
         self.wear_refusals = 0
 
@@ -63,6 +64,7 @@ class ValuePolicy:
         rows = rows[catalog.last_use[rows] == 0.0]
         if not rows.size:
             return
+        self._started = min(self._started, now)
         catalog.last_use[rows] = now
         shape = self._shape_of(rows, request)
         learner.classes[rows] = use_class(catalog.uses[rows]) + USE_CLASSES * shape
@@ -84,8 +86,8 @@ class ValuePolicy:
         """See Policy. Of a block's last replica the metadata stays."""
         catalog, learner = self._catalog, self._learner
         learner.shadow.room = max(1, len(catalog))
-        self._victims_unseen += rows.size
-        if self._victims_unseen >= _VICTIMS_A_LOOK and rows.size:
+        self._victims_unseen[tier] += rows.size
+        if self._victims_unseen[tier] >= _VICTIMS_A_LOOK and rows.size:
             self._look_at_victims(rows, tier, now)
         other = catalog.replicas(Tier.NVME if tier == Tier.HOST else Tier.HOST)
         rows = rows[(other.state[rows] == _ABSENT) & (catalog.last_use[rows] > 0.0)]
@@ -183,7 +185,10 @@ class ValuePolicy:
         """Seconds a byte that an NVMe copy of each is expected to save before it has to leave."""
         ages = now - self._catalog.last_use[rows]
         classes = self._learner.classes[rows].astype(np.int64)
-        chance = self._learner.hazard.chance(classes, ages, self._nvme_stay_seconds)
+        stay = self._nvme_stay_seconds
+        if stay is None:
+            stay = now - self._started  # nothing had to leave in all that time
+        chance = self._learner.hazard.chance(classes, ages, stay)
         return chance * self._stakes(rows, Tier.NVME)
 
     def _starts_chain(self, rows: IntArray) -> BoolArray:
@@ -193,15 +198,14 @@ class ValuePolicy:
 
     def _look_at_victims(self, rows: IntArray, tier: Tier, now: float) -> None:
         """What has to leave lately, as a moving mean: newcomers are held against it."""
-        weight = 1.0 - (1.0 - _RECENT) ** self._victims_unseen
-        self._victims_unseen = 0
+        weight = 1.0 - (1.0 - _RECENT) ** self._victims_unseen[tier]
+        self._victims_unseen[tier] = 0
         if not self._learner.shadow.is_leading:
             score = float(self.scores(rows, tier, now).mean())
             self._victim_scores[tier] = _nearer(self._victim_scores.get(tier), score, weight)
         if tier == Tier.NVME:
             stay = float((now - self._catalog.last_use[rows]).mean())
-            known = self._nvme_stay_seconds if np.isfinite(self._nvme_stay_seconds) else None
-            self._nvme_stay_seconds = _nearer(known, stay, weight)
+            self._nvme_stay_seconds = _nearer(self._nvme_stay_seconds, stay, weight)
             gain = float(self._gains(rows, now).mean())
             self._nvme_victim_gain = _nearer(self._nvme_victim_gain, gain, weight)
 
