@@ -69,9 +69,6 @@ class Bench:
         self._context = context
         self._here = here
         self._prose = prose
-        probe = [self._computed(prose.prompt(1024)) for _ in range(3)]
-        self._seconds_per_token = float(np.median(probe)) / 1024
-        """Of computing, for the choice of speeds only."""
 
     def rounds(self, cell: Cell, count: int, learning: int = 2) -> list[Round]:
         """The first `learning` rounds are not kept."""
@@ -80,7 +77,8 @@ class Bench:
         asked = [prose.after(prefix, cell.new_tokens) for prefix in prefixes]
         layout = here.attached.namespace().layout
         token_bytes = layout.block_bytes / layout.block_tokens
-        rate = cell.speed * token_bytes / self._seconds_per_token
+        probe = [self._computed(prose.prompt(cell.stored_tokens)) for _ in range(3)]
+        rate = cell.speed * token_bytes * cell.stored_tokens / float(np.median(probe))
         self._context.step(
             f"{cell.stored_tokens} + {cell.new_tokens} tokens, disk at {rate / 1e6:.0f} MB/s"
         )
