@@ -2,8 +2,7 @@
 
 LRU writes to NVMe when a block leaves host memory ("on demotion"), or when it comes ("through");
 ancestors first on all sides, and a promoted block keeps its copy. The value policy writes what it
-admits. Its write budget is a number of drive writes a day, the same for both sizes: such that at
-1 % + 10 % it comes to 70 % of what LRU writes on demotion.
+admits, without a write budget: what it leaves out it does not find worth writing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from bench.replay_cache import MODEL_8B, Outcome, Tiers, replay
 from bench.replay_single import VALUE, infinite, trace_of
 
 TRACE = "conversation"
-BUDGET_SHARE = 0.70
 _NET = Bar("two_tier_1_10_net_vs_lru", "ratio", at_least=1.12)
 _VS_DEMOTION = Bar("two_tier_1_10_nvme_bytes_vs_demotion", "ratio", at_most=0.75)
 _VS_THROUGH = Bar("two_tier_1_10_nvme_bytes_vs_writethrough", "ratio", at_most=0.70)
@@ -36,18 +34,9 @@ def lru(host: int, nvme: int, on_demotion: bool, is_quick: bool) -> Outcome:
     return replay(trace_of(TRACE, is_quick), tiers)
 
 
-def budget(nvme: int, is_quick: bool) -> float:
-    """Bytes a second; grows with the drive."""
-    trace = trace_of(TRACE, is_quick)
-    written = lru(1, 10, True, is_quick).written_blocks * MODEL_8B.block_bytes
-    return BUDGET_SHARE * written / float(trace.times[-1] or 1.0) * nvme / 10
-
-
 @cache
-def value(host: int, nvme: int, is_budgeted: bool, is_quick: bool) -> Outcome:
-    rooms = _rooms(host, nvme, is_quick)
-    rate = budget(nvme, is_quick) if is_budgeted else 0.0
-    return replay(trace_of(TRACE, is_quick), Tiers(VALUE, *rooms, write_bytes_per_second=rate))
+def value(host: int, nvme: int, is_quick: bool) -> Outcome:
+    return replay(trace_of(TRACE, is_quick), Tiers(VALUE, *_rooms(host, nvme, is_quick)))
 
 
 def _told(outcome: Outcome, is_quick: bool) -> str:
@@ -63,10 +52,9 @@ def _measure(context: Context) -> Iterable[Reading]:
     quick = context.is_quick
     context.step("LRU on demotion, 1 % + 10 %")
     demotion = lru(1, 10, True, quick)
-    context.step("value without a budget, and with one")
-    free, ours = value(1, 10, False, quick), value(1, 10, True, quick)
-    told = f"ours {_told(ours, quick)}; without a budget {_told(free, quick)}; LRU on demotion "
-    told += _told(demotion, quick)
+    context.step("value, 1 % + 10 %")
+    ours = value(1, 10, quick)
+    told = f"ours {_told(ours, quick)}; LRU on demotion {_told(demotion, quick)}"
     yield Reading(_NET.name, ours.net_seconds / demotion.net_seconds, told)
     is_equal = ours.saved_seconds >= demotion.saved_seconds
     verdict = "savings at least equal" if is_equal else "savings are LOWER: does not count"
@@ -81,7 +69,7 @@ def _measure(context: Context) -> Iterable[Reading]:
         yield Reading(_VS_THROUGH.name, ratio if is_equal else float("nan"), note)
     if context.wants(_SAVED.name):
         context.step("2 % + 20 %")
-        large, base = value(2, 20, True, quick), lru(2, 20, True, quick)
+        large, base = value(2, 20, quick), lru(2, 20, True, quick)
         note = f"ours {_told(large, quick)}; LRU on demotion {_told(base, quick)}"
         yield Reading(_SAVED.name, large.saved_seconds / base.saved_seconds, note)
 
