@@ -31,7 +31,7 @@ from bench.transformers_common import (
 from kvstore.client.inplace import timings_of
 
 BLOCK_TOKENS = 128
-LEARNING_LENGTHS = (300, 600, 900, 1100)
+LEARNING_LENGTHS = (200, 300, 400, 500)
 LEARNT_SECONDS_MAX = 60.0
 
 
@@ -48,9 +48,9 @@ class Cell:
 CELLS = tuple(
     Cell(speed, stored_tokens, new_tokens)
     for speed in (0.25, 1.0, 8.0)
-    for stored_tokens, new_tokens in ((1024, 16), (640, 384))
+    for stored_tokens, new_tokens in ((512, 16), (384, 144))
 )
-MEETING_CELL = Cell(1.0, 1536, 16)
+MEETING_CELL = Cell(1.0, 1024, 16)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Bench:
         asked = [prose.after(prefix, cell.new_tokens) for prefix in prefixes]
         layout = here.attached.namespace().layout
         token_bytes = layout.block_bytes / layout.block_tokens
-        probe = [self._computed(prose.prompt(cell.stored_tokens)) for _ in range(3)]
+        probe = [self._computed(prose.prompt(cell.stored_tokens)) for _ in range(2)]
         rate = cell.speed * token_bytes * cell.stored_tokens / float(np.median(probe))
         self._context.step(
             f"{cell.stored_tokens} + {cell.new_tokens} tokens, disk at {rate / 1e6:.0f} MB/s"
@@ -158,7 +158,7 @@ def measure(context: Context, cells_worst: Bar, meeting: Bar) -> Iterator[Readin
     model, tokens = gemma(timed_dtype())
     prose = Prose(tokens)
     with stand(context.folder("planner"), model, block_tokens=BLOCK_TOKENS, plan=True) as here:
-        warm_up(context, here, prose.prompt(1024))
+        warm_up(context, here, prose.prompt(256))
         bench = Bench(context, here, prose)
         if context.wants(meeting.name):
             seen = bench.rounds(MEETING_CELL, context.several(9, 3))
