@@ -48,6 +48,7 @@ def stream_for(address: str, space: bytes, say: Connection) -> None:
             while not say.poll():
                 remote.get(chain)
                 count += BLOCKS
+            say.recv()
             say.send(count / (time.perf_counter() - start))
 
 
