@@ -6,7 +6,7 @@ Primitives: `PlanningVerbs`, mixed into the servicer of the control API; `model_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvstore.uses import TokenHint
 
 GROUPS_MAX = 64
 """KV groups in one call; a model has a handful."""
+HINTS_MAX = 64
 TIMES_MAX = 256
 """Measurements in one report."""
 TOKENS_MAX = 1 << 32
@@ -144,7 +145,9 @@ def _order(made: Plan | None) -> LoadOrder:
     return LAYERS if made is not None and made.in_layers else BLOCKS
 
 
-def _hints(hints: Iterable[pb.Hint]) -> list[TokenHint]:
+def _hints(hints: Collection[pb.Hint]) -> list[TokenHint]:
+    if len(hints) > HINTS_MAX:
+        raise InvalidRequest(f"hints: {len(hints)} in one group, the limit is {HINTS_MAX}")
     return [TokenHint(each.hint_class, each.start_tokens, each.end_tokens) for each in hints]
 
 

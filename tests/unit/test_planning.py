@@ -183,6 +183,14 @@ def test_hints_reach_the_policy_by_token_range(below, monkeypatch):
     ]
 
 
+def test_too_many_hints_are_refused(below):
+    harness, space, engine, chain = below
+    hints = [pb.Hint(hint_class=1)] * 65
+    group = pb.Group(namespace=space.id, fingerprints=chain.joined, hints=hints)
+    with pytest.raises(InvalidRequest):
+        harness.wait(engine.call("Match", pb.MatchRequest(client=engine.client, groups=[group])))
+
+
 def test_hints_of_stored_blocks_reach_the_policy_once_they_are_ready(make_harness, monkeypatch):
     harness = make_harness()
     space, engine = harness.declare("a", LAYOUT), harness.engine()
