@@ -60,8 +60,8 @@ def find(
     deadline_seconds: float,
     ability: Ability | None = None,
 ) -> Prefix:
-    """The longest stored prefix of the first `blocks` blocks of `tokens`; with `ability`, what of it
-    is worth loading. Never raises."""
+    """The longest stored prefix of the first `blocks` blocks of `tokens`; with `ability`, what of
+    it is worth loading. Never raises."""
     if blocks < 1:
         return Prefix(reason="prompt shorter than a block")
     try:
