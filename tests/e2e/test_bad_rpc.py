@@ -129,7 +129,7 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     ("Clear", {"namespace": NOWHERE}, "NamespaceUnknown"),
     ("Describe", {"namespace": NOWHERE}, "NamespaceUnknown"),
     ("Prefetch", {"groups": [pb.Group(namespace=NOWHERE)]}, "NamespaceUnknown"),
-    ("Pin", {"namespace": NOWHERE}, "NamespaceUnknown"),
+    ("Pin", {"namespace": NOWHERE, "seconds": 1.0}, "NamespaceUnknown"),
     ("Unpin", {"namespace": NOWHERE}, "NamespaceUnknown"),
     ("Score", {"namespace": NOWHERE}, "NamespaceUnknown"),
 ]
