@@ -43,6 +43,7 @@ _CODES: dict[type[KVStoreError], grpc.StatusCode] = {
     errors.TierError: grpc.StatusCode.INTERNAL,
     errors.TierFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.TierIO: grpc.StatusCode.INTERNAL,
+    errors.DeviceError: grpc.StatusCode.INTERNAL,
     errors.ForeignData: grpc.StatusCode.FAILED_PRECONDITION,
 }
 _BY_NAME = {kind.__name__: kind for kind in _CODES}

@@ -28,7 +28,7 @@ BIN = Path(sys.executable).parent
 
 def said(command: list[str], **more: object) -> str:
     """What a command printed; it must end well."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **more)  # type: ignore[call-overload]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **more)  # type: ignore
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return str(done.stdout) + str(done.stderr)
 
