@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import promql_parser
@@ -26,9 +27,9 @@ DOCKER = ROOT / "docker"
 BIN = Path(sys.executable).parent
 
 
-def said(command: list[str], **more: object) -> str:
+def said(command: list[str], **more: Any) -> str:
     """What a command printed; it must end well."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **more)  # type: ignore
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **more)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return str(done.stdout) + str(done.stderr)
 
