@@ -23,6 +23,7 @@ USE_CLASSES = 4
 _USE_CLASS = np.array([0, 1, 2, 2, 3])
 """Class by uses after the first: used once, twice, 3 or 4 times, more often."""
 _BATCH = 512
+_BATCHES_A_ROOM = 128
 _SWEEP = 16384
 """Entries looked at in one go."""
 _FIT_TOUCHES_MIN = 1024
@@ -143,7 +144,8 @@ class Learner:
     def _note(self, touches: int, now: float) -> None:
         self._noted += touches
         self._touches_until_fit -= touches
-        if self._noted >= _BATCH:
+        # The shadow's frontier stands still within a batch: that must be little of its room.
+        if self._noted >= min(_BATCH, self.shadow.room / _BATCHES_A_ROOM):
             self._noted = 0
             self._digest(now)
 

@@ -5,10 +5,11 @@ whether it would hold a block follows from the block's last use and from the *fr
 since which just so many different blocks were used. Blocks used since are counted by epochs of
 1/64 of the room; nothing is kept a block.
 
-State: the value order decides, until LRU would have saved more by 1 % over a whole window (as many
-touches as twice the room, at least 2,048). Then LRU's order decides for 1, 2, 4 … 64 windows before
-the value order is tried again; a window it wins halves that number. So what it can lose to LRU is
-one window, and then ever rarer ones.
+State: the value order decides, until LRU would have saved more by 5 % over a whole window (as many
+touches as four times the room, at least 2,048): a guard against workloads it reads wrongly, not a
+referee of small differences, since a change of order costs something too. Then LRU's order decides
+for 1, 2, 4 … 64 windows before the value order is tried again; a window it wins halves that number.
+So what it can lose to LRU is one window, and then ever rarer ones.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from kvstore.types import BoolArray, FloatArray
 
 _EPOCHS = 64
 _EPOCHS_MAX = 2 * _EPOCHS
-_MARGIN = 0.01
-_WINDOW_ROOMS = 2
+_MARGIN = 0.05
+_WINDOW_ROOMS = 4
 _WINDOW_MIN = 2048
 _PENALTY_MAX = 64
 
