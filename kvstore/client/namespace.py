@@ -213,11 +213,10 @@ class NamespaceHandle(ControlVerbs):
         return request_lease(self._session, self._keeper, life, [wanted], 0, limit, extra)
 
     def _lease_for(self, order: Order) -> ReadLease:
-        joined = order.names if self.kind is NamespaceKind.FLAT else order.joined
         return self._request_lease(
             order.life,
             order.declared,
-            joined,
+            order.joined,
             order.deadline_seconds,
             Asking(begin_load=not order.staging),
         )
@@ -256,6 +255,8 @@ class NamespaceHandle(ControlVerbs):
             size = self.layout.rank_payload_bytes
         rows = Rows(into, size, writable=True)
         joined = stretch(names, self.id, 0, start + len(rows))
+        if self.kind is NamespaceKind.FLAT:  # keys before the first wanted lead nowhere
+            joined, start = joined[start * FINGERPRINT_BYTES :], 0
         attached = self._attached()
         if isinstance(attached, str):
             return LoadResult(0, reason=attached)

@@ -348,6 +348,7 @@ def test_a_place_that_is_taken_is_refused_and_left_alone(daemon, gateway, client
     assert gateway.socket.exists()
 
 
+@pytest.mark.slow
 def test_the_process_serves_drains_and_leaves_no_socket(tmp_path):
     daemon = new_daemon()
     try:
@@ -374,3 +375,24 @@ def _describes(client: RemoteClient) -> bool:
     except PeerGone:
         return False
     return True
+
+
+def test_cold_keys_from_the_middle_of_a_list_are_those_keys(make_daemon):
+    """Through the client itself: keys stand alone, wherever in a list a load begins."""
+    daemon = make_daemon().start()
+    with serving(daemon) as gateway, RemoteClient(address(gateway)) as client:
+        blocks = Blocks(client, kind=FLAT)
+        keys = blocks.put(1, 6)
+        handle = gateway.servicer.client.known_namespace(blocks.space)
+        assert handle.flush(keys, deadline_seconds=SECONDS_MAX).all()
+        boot_id = gateway.servicer.client.boot_id
+        daemon.kill()
+        daemon.start()
+        eventually(
+            lambda: gateway.servicer.client.boot_id not in (0, boot_id), "the gateway is back"
+        )
+        into = np.zeros((3, SMALL.block_bytes), np.uint8)
+        result = handle.load(keys, into, start=2, deadline_seconds=SECONDS_MAX)
+        assert result.blocks == 3
+        for name, row in zip(each(keys)[2:5], into, strict=True):
+            assert blocks.painter.is_painted(name, row)
