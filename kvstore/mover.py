@@ -91,6 +91,7 @@ class Mover:
         if self.is_closing:
             raise Unavailable("the daemon is shutting down")
         stream = LoadStream([GroupMatch(g.namespace, g.first, g.rows) for g in groups])
+        stream.is_piecemeal = order == BACK
         started: list[Promotion] = []
         # The lease may run out while we wait for slots: its rows must stay the blocks they are.
         held = distinct(np.concatenate([NO_ROWS, *(group.rows for group in groups)]))
@@ -246,7 +247,7 @@ class Mover:
             told.update(stream for stream, _, _ in promotion.listeners)
         for stream in told:
             stream.changed.set()
-        is_awaited = any(not stream.blocks_unread for stream in told)
+        is_awaited = any(stream.is_piecemeal or not stream.blocks_unread for stream in told)
         is_last = len(self._whole) == len(self._running)
         self._measure(is_last)
         if self._whole and (is_awaited or is_last or len(self._whole) >= PUBLISH_BLOCKS):

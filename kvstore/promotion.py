@@ -75,6 +75,8 @@ class LoadStream:
     """Blocks that are neither READY nor failed."""
     blocks_unread: int = 0
     """Those of them that are not in host memory as a whole yet."""
+    is_piecemeal: bool = False
+    """Whoever waits may stop at any block: each is published as soon as it is whole."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self) -> tuple[list[PieceKey], list[tuple[int, int]]]:
