@@ -72,7 +72,7 @@ test-vllm: $(VLLM_STAMP)  ## the vLLM connector on the real engine
 		$(VLLM_BIN)/python -m pytest -q -m engines $$module; done
 
 test: lint  ## linters, types, floors and all quick tests; under five minutes
-	$(PYTEST) -n 2 -m 'not slow' --ignore=tests/engines --ignore=tests/packaging
+	$(PYTEST) -n 4 -m 'not slow' --ignore=tests/engines --ignore=tests/packaging
 
 lint: $(STAMP)  ## linters, types and floors alone
 	$(BIN)/ruff check

@@ -277,6 +277,11 @@ class Family:
         check((childless == (self.children[rows] == 0)).all(), "children and their count")
 
 
+def joined_names(fingerprints: bytes | ByteArray) -> bytes:
+    """Names in one piece, from joined bytes or u8[n, 32]."""
+    return fingerprints if isinstance(fingerprints, bytes) else fingerprints.tobytes()
+
+
 def split_names(joined: bytes) -> list[bytes]:
     """The 32-byte names in `joined`. Raises InvalidRequest when a piece is left over."""
     if len(joined) % FINGERPRINT_BYTES:

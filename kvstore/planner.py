@@ -109,7 +109,8 @@ class Plan:
 
     def expected_seconds(self, share: float) -> float:
         """From the load's start until so much of it is there, as predicted."""
-        return self.begin_seconds + share * max(self.load_seconds - self.begin_seconds, 1e-9)
+        begin = max(self.begin_seconds, 1e-9)
+        return begin + share * max(self.load_seconds - self.begin_seconds, 1e-9)
 
     def compute_seconds(self, start_tokens: int, end_tokens: int) -> float:
         """Of one forward pass over tokens [start, end)."""

@@ -1,9 +1,8 @@
 """What is known of every block: one row a block in numpy columns, and a name for each row.
 
-Primitives: `rows`, `prefix_rows` (names to rows), `add`, `add_chain`, `add_many` (new
-rows), `set_host` and
-`set_nvme` (the only ways a replica changes), `host_rows_of`, `nvme_rows_of` (slots to rows),
-`children_of`, `subtree`, `remove_if_bare` (the only way a row goes), `check_integrity`.
+Primitives: `rows`, `prefix_rows` (names to rows), `add`, `add_chain`, `add_many` (new rows),
+`set_host`, `set_nvme` (the only ways a replica changes), `host_rows_of`, `nvme_rows_of` (slots to
+rows), `children_of`, `subtree`, `remove_if_bare` (the only way a row goes), `check_integrity`.
 
 Pure and synchronous: no clock, no I/O, no policy; changed on the daemon's loop only. Columns are
 public: index them with a row or an IntArray of rows, but keep no column over an `add`, which may
@@ -12,8 +11,8 @@ move them all. Reading one at ABSENT_ROW gives some row's value, never an error:
 Who writes what: replicas, `parent` and `children` only this module; `leases` the lease table;
 `uses` and `last_use` the policy; `pins`, `checksums`, `clear_count` the store.
 
-A row lives while it has a replica, a lease, a pin or a child row. One kept only for its children
-is a *bare name*; it goes with its last child.
+A row lives while it has a replica, a lease, a pin or a child row; one kept only for its children
+is a *bare name*.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from kvstore.columns import (
     Names,
     Replicas,
     grown,
+    joined_names,
     split_names,
 )
 from kvstore.errors import InvariantViolated, check
@@ -110,7 +110,6 @@ class Catalog:
         """`host_slots`, `nvme_slots`: one more than each tier's highest slot number.
 
         `capacity`: rows to make room for; more are made by doubling, which copies every column.
-        A row costs 32 bytes before it is used for the first time.
         """
         capacity = max(capacity, _CAPACITY_MIN)
         self._names = Names()
@@ -141,11 +140,11 @@ class Catalog:
 
         Raises InvalidRequest when the bytes are not a whole number of names.
         """
-        return np.array(self._names.find(_joined(fingerprints)), np.int64)
+        return np.array(self._names.find(joined_names(fingerprints)), np.int64)
 
     def prefix_rows(self, fingerprints: bytes | ByteArray) -> IntArray:
         """Rows of the names before the first unknown one, int64[<= n]."""
-        return np.array(self._names.find_prefix(_joined(fingerprints)), np.int64)
+        return np.array(self._names.find_prefix(joined_names(fingerprints)), np.int64)
 
     def host_rows_of(self, slots: IntArray) -> IntArray:
         """Row whose host replica lies in each slot, int64[n], ABSENT_ROW where none."""
@@ -417,7 +416,3 @@ class Catalog:
         self._free_rows.append(row)
         self._changes += 1
         return self._family.leave(row)
-
-
-def _joined(fingerprints: bytes | ByteArray) -> bytes:
-    return fingerprints if isinstance(fingerprints, bytes) else fingerprints.tobytes()

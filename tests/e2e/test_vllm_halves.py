@@ -128,7 +128,7 @@ def test_nothing_computed_from_blocks_that_did_not_come_is_stored(
     layerwise: FakeEngine, store: DaemonProcess
 ) -> None:
     engine = layerwise
-    before = ready_blocks(store)
+    before, known = ready_blocks(store), store.stat()["blocks"]
     engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
     request = FakeRequest("b", tokens_of(1, 7 * BLOCK))
     engine.scheduler.arrived(request)  # type: ignore[arg-type]
@@ -144,6 +144,7 @@ def test_nothing_computed_from_blocks_that_did_not_come_is_stored(
     assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 0
     # Computed from the start it is stored whole, once what was deleted has gone.
     eventually(lambda: ready_blocks(store) == before, "the lease over the deleted blocks ended")
+    eventually(lambda: store.stat()["blocks"] == known, "and they left NVMe")
     request.num_computed_tokens = 0
     engine.step({"b": 7 * BLOCK}, {"b": table}, {"b": request})
     assert engine.worker.wait_idle(SECONDS_MAX)

@@ -21,6 +21,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", names())
 def test_every_source_compiles_without_spills(name: str, target: str) -> None:
