@@ -34,7 +34,7 @@ def said(command: list[str], **more: Any) -> str:
     return str(done.stdout) + str(done.stderr)
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu", "Dockerfile.vllm"])
 def test_images_pass_the_linter(name: str) -> None:
     said([str(BIN / "hadolint"), str(DOCKER / name)])
 
