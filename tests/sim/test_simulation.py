@@ -46,6 +46,7 @@ def test_random_schedules(pytestconfig, first):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS_SLOW, 100))
 def test_many_random_schedules(pytestconfig, first):
     play_all(pytestconfig, range(first, first + 100))
