@@ -55,8 +55,8 @@ def test_a_broken_copy_kernel_shows(bug: str, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(
         "from bench import gpu_kernels\n"
-        f"right = gpu_kernels.source_of('copy_pieces').replace({right!r}, {wrong!r})\n"
-        "gpu_kernels.source_of = lambda name: right\n"
+        "source_of = gpu_kernels.source_of\n"
+        f"gpu_kernels.source_of = lambda name: source_of(name).replace({right!r}, {wrong!r})\n"
         "gpu_kernels.main()\n"
     )
     root = Path(gpu_kernels.__file__).parent.parent
