@@ -279,18 +279,15 @@ class Mover:
                 store.drop_unready(promotion.row, "cleared")
             for stream, group, block in promotion.listeners:
                 if not is_good:
-                    stream.failed.append((group, block))
-                    stream.short_reason = stream.short_reason or "failed"
+                    stream.fail(group, block)
+                    continue
                 stream.blocks_missing -= 1
                 stream.changed.set()
 
     def _tell_failed(self, promotion: Promotion) -> None:
         for stream, group, block in promotion.listeners:
-            stream.failed.append((group, block))
-            stream.short_reason = stream.short_reason or "failed"
-            stream.blocks_missing -= 1
+            stream.fail(group, block)
             stream.blocks_unread -= 1
-            stream.changed.set()
 
     def _drop(self, promotion: Promotion, failure: Exception | None) -> None:
         """The last read ended: the slot is free, and the unusable copy leaves NVMe."""

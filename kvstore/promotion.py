@@ -91,6 +91,14 @@ class LoadStream:
         """Readable and not taken yet."""
         return sum(mask.bit_count() for _, mask, _ in self.ready)
 
+    def fail(self, group: int, block: int) -> None:
+        """It will not come. Parts not announced yet are taken back: its slot may go to others."""
+        self.failed.append((group, block))
+        self.ready = [ready for ready in self.ready if (ready[0], ready[2]) != (group, block)]
+        self.short_reason = self.short_reason or "failed"
+        self.blocks_missing -= 1
+        self.changed.set()
+
     @property
     def is_done(self) -> bool:
         return self.blocks_missing == 0

@@ -45,10 +45,11 @@ class CatalogLaws:
     def check_holders(
         self, rows: IntArray, leases: NDArray[np.int32], pins: NDArray[np.int32]
     ) -> None:
-        """I4: what is leased does not leave."""
+        """I4: what is leased does not leave; a copy may, while the one in the other tier stays."""
         check((leases >= 0).all() and (pins >= 0).all(), "no negative lease or pin")
-        for replicas in (self.host, self.nvme):
+        for replicas, others in ((self.host, self.nvme), (self.nvme, self.host)):
             leaving = (replicas.state[rows] == _DRAINING) & (leases > 0)
+            leaving &= others.state[rows] != _READY
             check(not leaving.any(), "I4 a leased replica stays", rows=rows[leaving][:8].tolist())
 
     def check_checksums(self, rows: IntArray, checksums: UIntArray) -> None:
