@@ -14,7 +14,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 GEMMA_STAMP := $(TORCH_VENV)/.gemma
 NVRTC_STAMP := $(VENV)/.nvrtc
 MODEL ?= gemma3
-PYTEST := $(BIN)/python -m pytest -q
+RERUNS ?= 0
+PYTEST := $(BIN)/python -m pytest -q --reruns $(RERUNS) -r fER
 SUITE ?= dataplane
 ARGS ?=
 
