@@ -226,7 +226,10 @@ def test_salt_adapter_and_pictures_separate_prompts(engine: FakeEngine) -> None:
         assert found == 3 * BLOCK
 
 
-def test_after_a_reset_nothing_is_found_and_late_saves_are_not_kept(engine: FakeEngine) -> None:
+def test_after_a_reset_nothing_is_found_and_late_saves_are_not_kept(
+    engine: FakeEngine, store: DaemonProcess
+) -> None:
+    known = store.stat()["blocks"]
     request = FakeRequest("a", tokens_of(1, 5 * BLOCK))
     engine.compute(request)
     other = engine.scheduler._handles[0]
@@ -238,6 +241,7 @@ def test_after_a_reset_nothing_is_found_and_late_saves_are_not_kept(engine: Fake
     while engine.scheduler._is_resetting:
         engine.step({})
     engine.scheduler.finished("b")
+    eventually(lambda: store.stat()["blocks"] == known, "what was cleared has gone")
     engine.compute(FakeRequest("c", tokens_of(1, 5 * BLOCK)))
     assert engine.load(FakeRequest("d", tokens_of(1, 5 * BLOCK)))[0] == 4 * BLOCK
 
