@@ -26,6 +26,7 @@ from engine_adapter.lanes import Lanes
 from engine_adapter.transfer import PagedTarget, Plane
 from engine_adapter.transfer_moves import Choice
 from engine_adapter.transfer_plan import Pieces
+from kvstore.client.inplace import Span
 from kvstore.errors import PeerGone
 from kvstore.layout import BlockLayout
 from kvstore.testing.fake_device import FakeDevice
@@ -168,8 +169,9 @@ class Source:
     def is_readable(self, part: int, first: int, stop: int) -> bool:
         return bool((self.readable[first:stop] >> part & 1).all())
 
-    def spans(self, first: int, stop: int) -> Iterator[Any]:
-        raise NotImplementedError
+    def spans(self, first: int, stop: int) -> Iterator[Span]:
+        for block in range(first, stop):
+            yield Span(block, self._arena.bytes_of(self.slots[block])[np.newaxis])
 
     def addresses(self, blocks: IntArray) -> UIntArray:
         if not self._arena.is_alive:

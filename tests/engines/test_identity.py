@@ -126,7 +126,7 @@ def test_tenants_with_other_salts_do_not_meet(attach: Attach) -> None:
 
 def lora(seed: int, name: str = "one", model: Any = None) -> Any:
     """A LoRA of random content around a tiny llama, or one more around `model`."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="install the engine-tests extra: peft")
     config = peft.LoraConfig(
         r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_alpha=4
     )
