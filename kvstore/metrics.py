@@ -71,7 +71,7 @@ class Gauge:
 
 
 @dataclass(frozen=True)
-class Latencies:
+class Histogram:
     """Time inside the daemon, a histogram a verb."""
 
     name: str
@@ -105,7 +105,7 @@ def _host_total(tree: Tree) -> float:
     return float(tree["host"]["slabs"]["bytes_total"] if tree["host"] else 0)
 
 
-METRICS: tuple[Counted | Gauge | Latencies, ...] = (
+METRICS: tuple[Counted | Gauge | Histogram, ...] = (
     Counted("kvstore_queries", "queries", "Look-ups of a prefix that the daemon saw."),
     Counted("kvstore_queried_blocks", "queried_blocks", "Blocks that were looked up."),
     Counted("kvstore_hit_tokens", "hit_tokens", "Tokens found, by the tier that had them.", "tier"),
@@ -204,7 +204,7 @@ METRICS: tuple[Counted | Gauge | Latencies, ...] = (
         lambda tree: tree["loop_lag"]["p99_ms"] / 1e3,
         "How late the daemon's loop wakes up, 99th percentile of the last minutes.",
     ),
-    Latencies("kvstore_call_seconds", "Time inside the daemon from request to reply, by verb."),
+    Histogram("kvstore_call_seconds", "Time inside the daemon from request to reply, by verb."),
 )
 
 

@@ -45,7 +45,9 @@ class Harness:
         return host
 
     def damage(self, slot: int) -> None:
-        raise NotImplementedError
+        host = self.read(slot, 1)
+        host[:] ^= 1
+        self._finish(self.tier.copy_in([slot], address(host), np.ones(1, np.uint64)))
 
 
 @pytest.fixture
