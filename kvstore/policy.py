@@ -255,7 +255,7 @@ class VictimPicker:
         """Rows from the queue and the followers, or None when a search is due."""
         if not pool.queue.size and not pool.patience:
             return None
-        near = np.concatenate((pool.followers, pool.queue[: 2 * count]))
+        near = np.concatenate((pool.followers, pool.queue))
         found, scores = self._rank(self._may_leave(near, tier), tier, now)
         # Above the ceiling: used since the search. With too little found there was nothing else.
         ceiling = np.inf if pool.patience else pool.ceiling
@@ -263,8 +263,7 @@ class VictimPicker:
         if low < count and not (low and pool.patience):
             return None
         pool.patience = max(0, pool.patience - 1)
-        rest = self._slots_of(found[count:low], tier)
-        pool.queue = np.concatenate((rest, pool.queue[2 * count :]))
+        pool.queue = self._slots_of(found[count:low], tier)
         return found[:low]
 
     def _may_leave(self, slots: IntArray, tier: Tier) -> IntArray:
