@@ -278,7 +278,10 @@ class Tiers:
             self._put(rows[self.policy.admit(rows, Tier.NVME, now)], now)
 
     def _demote(self, rows: IntArray, now: float) -> None:
+        # Held: a copy on NVMe may be the reason why a block may leave host memory.
+        self.catalog.pins[rows] += 1
         self._put(rows[self.catalog.nvme_state[rows] == _ABSENT], now)
+        self.catalog.pins[rows] -= 1
 
     def _put(self, rows: IntArray, now: float) -> None:
         """Write blocks and those of their ancestors that are missing, ancestors first."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench import replay_models
@@ -64,6 +64,7 @@ def check(tiers: Tiers) -> None:
     nvme=st.sampled_from([0, 30, 200]),
     on_demotion=st.booleans(),
 )
+@example(seed=1105, name="lfu", host=37, nvme=30, on_demotion=True)
 def test_books_and_prefixes_hold_after_every_request(seed, name, host, nvme, on_demotion):
     trace = trace_of(seed, 40)
     budget = float(seed % 3) * 1e8
