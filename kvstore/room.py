@@ -3,14 +3,18 @@
 Primitives of `Room`:
   `host_slots`     slots to fill, evicting the least valuable idle leaves when none is free
   `take_slab_for`  a block size below its share gets a slab that is worth less to another one
+`OpenEnds`: last blocks of chains that still grow, not to be given for their own next block.
 Synchronous, on the daemon's loop, in bounded steps. Never evicts what a lease or a job holds, nor
 what others need to be reached (I5); "no room" is a short list.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 
+from kvstore.catalog import ABSENT_ROW
 from kvstore.policy import VictimPicker
 from kvstore.store import READY, Store
 from kvstore.types import IntArray, Tier
@@ -23,6 +27,9 @@ SHED_LOOK_SLABS = 16
 """Slabs compared before one is given up for good."""
 LOOK_PAUSE_SECONDS = 0.02
 """Pause after a search that found no slab worth less."""
+ENDS_MAX = 256
+ENDS_SHARE = 8
+"""At most an eighth of a size's slots is kept for chains that grow."""
 
 
 class Room:
@@ -180,3 +187,38 @@ class Room:
             return False
         self._emptying = None
         return True
+
+
+class OpenEnds:
+    """Last blocks of the chains stored to within a reservation's life, by name.
+
+    Slots may be granted before anybody says what will hang on what; were they made of a chain's
+    end, its next block could not be stored.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._ends: OrderedDict[bytes, float] = OrderedDict()
+        """Name -> when it was stored; the latest last."""
+
+    def grew(self, rows: IntArray, now: float) -> None:
+        """`rows` were stored, each after its parent."""
+        columns = self._store.catalog
+        for row, parent in zip(rows.tolist(), columns.parent[rows].tolist(), strict=True):
+            name = columns.fingerprints[row].tobytes()
+            self._ends.pop(name, None)
+            self._ends[name] = now
+            if parent >= 0:
+                self._ends.pop(columns.fingerprints[parent].tobytes(), None)
+        while len(self._ends) > ENDS_MAX:
+            self._ends.popitem(last=False)
+
+    def rows(self, slot_bytes: int, now: float) -> IntArray:
+        """Those that may not make room for slots of this size."""
+        oldest = now - self._store.config.lease.write_seconds
+        while self._ends and next(iter(self._ends.values())) < oldest:
+            self._ends.popitem(last=False)
+        slots = self._store.host_tier.pool.slots_of_class(slot_bytes).size
+        most = min(max(1, slots // ENDS_SHARE), max(0, slots - 1))
+        rows = self._store.catalog.rows(b"".join(list(self._ends)[-most:] if most else ()))
+        return rows[rows != ABSENT_ROW]

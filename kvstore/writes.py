@@ -29,7 +29,7 @@ from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.lease import Reservation
 from kvstore.namespaces import Namespace
 from kvstore.reservation_ends import ReservationEnds
-from kvstore.room import Room
+from kvstore.room import OpenEnds, Room
 from kvstore.store import COMMITTED, Store
 from kvstore.types import (
     FINGERPRINT_BYTES,
@@ -72,6 +72,7 @@ class WritePath:
         self._workers = workers
         self._now = clock
         self._ends = ends
+        self._open_ends = OpenEnds(store)
 
     # ------------------------------------------------------------------ reserve
 
@@ -137,7 +138,10 @@ class WritePath:
         most = max(
             1, store.config.host.write_pool_bytes_per_client_max // namespace.slot_bytes
         ) - store.reservations.anonymous_slots(client)
+        kept = self._open_ends.rows(namespace.slot_bytes, now)
+        store.catalog.pins[kept] += 1
         slots = self._room.host_slots(namespace.slot_bytes, min(count, max(0, most)), now)
+        store.catalog.pins[kept] -= 1
         if not slots:
             return Grant(None, np.full(count, BlockStatus.NO_ROOM, np.uint8), np.full(count, -1))
         found = np.array(slots, np.int64)
@@ -364,7 +368,10 @@ class WritePath:
             columns.checksums[rows] = np.concatenate(await asyncio.gather(*tasks))
         finally:
             columns.pins[rows] -= 1
-        store.make_ready(rows, self._now())
+        now = self._now()
+        if namespace.is_prefix_closed:
+            self._open_ends.grew(rows, now)
+        store.make_ready(rows, now)
 
     def _outcomes(self, rows: IntArray, names: bytes, positions: Sequence[int]) -> ByteArray:
         """STORED, WAITING or DROPPED of rows that were just finished (a dropped row's number may

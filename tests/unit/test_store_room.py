@@ -241,3 +241,38 @@ def test_staging_is_kept_from_stores(make_harness):
     assert harness.wait(engine.store(space, harness.chain(space, tokens(1, seed=2)))) == [NO_ROOM]
     assert harness.wait(engine.load([(space, chain)])) == [8]
     assert harness.wait(engine.store(space, chain)) == [PRESENT] * 8
+
+
+# ------------------------------------------------------------------ chains that grow
+
+
+def test_a_growing_chain_does_not_lose_its_end_to_its_own_next_block(full):
+    """Slots are granted before they are named: nobody says what the next block will hang on."""
+    harness, space, engine, chains = full
+    growing = harness.chain(space, tokens(12, seed=60))
+    held = harness.wait(engine.reserve_anonymous(space, 1))
+    for block in range(12):
+        held.names = [bytes(growing[block])]
+        engine.fill(space, held)
+        parent = growing.parent_of(block)
+        assert harness.wait(engine.commit(held, parent=parent, end=True)) == [STORED], block
+        for chain in chains:  # all others are used since
+            harness.wait(engine.load([(space, chain)]))
+        harness.sleep(0.1)
+        held = harness.wait(engine.reserve_anonymous(space, 1))
+        assert held.reservation
+    assert harness.wait(engine.read_directory(space, growing)) == 12
+
+
+def test_a_chain_that_fills_all_room_is_whole_and_then_makes_room_for_others(make_harness):
+    harness = make_harness(HOST_ONLY)
+    space, engine = harness.declare("a", LAYOUT), harness.engine()
+    room = harness.store.host_tier.room(LAYOUT.slot_bytes)
+    longest = harness.chain(space, tokens(room + 2))
+    assert harness.wait(engine.store(space, longest, 0, room, anonymous=True)) == [STORED] * room
+    assert harness.wait(engine.reserve_anonymous(space, 1)).reservation == 0
+    assert harness.wait(engine.store(space, longest, room, room + 1)) == [NO_ROOM]
+    assert harness.wait(engine.read_directory(space, longest)) == room
+    other = harness.chain(space, tokens(3, seed=1))
+    assert harness.wait(engine.store(space, other)) == [STORED] * 3
+    assert harness.wait(engine.read_directory(space, longest)) == room - 3
