@@ -53,8 +53,8 @@ class Pins:
         self._store = store
         self._tenant_bytes_max = limits.pinned_bytes_per_tenant_max
         self._bytes_max = limits.pinned_bytes_max
-        self._pins: dict[str, dict[bytes, _Pin]] = {}
-        """tenant -> fingerprint -> its pin."""
+        self._pins: dict[tuple[str, bytes], _Pin] = {}
+        """(tenant, fingerprint) -> its pin."""
         self._bytes: Counter[str] = Counter()
         self._queue: deque[tuple[str, bytes, _Pin]] = deque()
         """Every pin, and some that ended: looked at in turn."""
@@ -75,18 +75,17 @@ class Pins:
         rows = self._store.rows_of(namespace, names)
         readable = self._store.is_readable(rows)
         stored = len(rows) if readable.all() else int(readable.argmin())
-        mine = self._pins.setdefault(tenant, {})
         size = namespace.layout.block_bytes
         for block, row in enumerate(rows[:stored].tolist()):
             name = names[block * FINGERPRINT_BYTES : (block + 1) * FINGERPRINT_BYTES]
-            found = mine.get(name)
+            found = self._pins.get((tenant, name))
             if found is not None and found.row != row:
                 self._end(tenant, name)
                 found = None
             if found is None:
                 if not self._has_room(tenant, size):
                     return Pinned(block, BUDGET)
-                found = mine[name] = _Pin(row, now, False, size)
+                found = self._pins[tenant, name] = _Pin(row, now, False, size)
                 self._bytes[tenant] += size
                 self._queue.append((tenant, name, found))
             if hard and not found.hard:
@@ -104,21 +103,19 @@ class Pins:
 
     def unpin(self, tenant: str, names: bytes) -> int:
         """End the tenant's pins of `names`; how many there were."""
-        mine = self._pins.get(tenant, {})
-        ended = 0
-        for at in range(0, len(names), FINGERPRINT_BYTES):
-            name = names[at : at + FINGERPRINT_BYTES]
-            if name in mine:
-                self._end(tenant, name)
-                ended += 1
-        return ended
+        starts = range(0, len(names), FINGERPRINT_BYTES)
+        pinned = {names[at : at + FINGERPRINT_BYTES] for at in starts}
+        pinned = {name for name in pinned if (tenant, name) in self._pins}
+        for name in pinned:
+            self._end(tenant, name)
+        return len(pinned)
 
     def tend(self, now: float) -> None:
         """Look at the next few pins: end what ran out, was cleared or evicted; soft ones are used
         now and then.
         """
         turn = [self._queue.popleft() for _ in range(min(len(self._queue), PINS_PER_TURN))]
-        turn = [entry for entry in turn if self._is_alive(*entry)]
+        turn = [entry for entry in turn if self._pins.get(entry[:2]) is entry[2]]
         if not turn:
             return
         rows: IntArray = np.array([pin.row for _, _, pin in turn], np.int64)
@@ -137,23 +134,19 @@ class Pins:
         if used:
             self._store.policy.touched(np.array(used, np.int64), now)
 
-    def _is_alive(self, tenant: str, name: bytes, pin: _Pin) -> bool:
-        return self._pins.get(tenant, {}).get(name) is pin
-
     def _end(self, tenant: str, name: bytes) -> None:
-        pin = self._pins[tenant].pop(name)
+        pin = self._pins.pop((tenant, name))
         self._bytes[tenant] -= pin.bytes
+        if not self._bytes[tenant]:
+            del self._bytes[tenant]
         if pin.hard:
             self._store.catalog.pins[pin.row] -= 1
             self._store.catalog.remove_if_bare(np.array([pin.row], np.int64))
-        if not self._pins[tenant]:
-            del self._pins[tenant], self._bytes[tenant]
 
     def statistics(self) -> dict[str, object]:
-        pins = [pin for mine in self._pins.values() for pin in mine.values()]
         return {
-            "blocks": len(pins),
-            "hard_blocks": sum(pin.hard for pin in pins),
+            "blocks": len(self._pins),
+            "hard_blocks": sum(pin.hard for pin in self._pins.values()),
             "bytes": self._bytes.total(),
-            "tenants": len(self._pins),
+            "tenants": len(self._bytes),
         }

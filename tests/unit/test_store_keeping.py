@@ -156,6 +156,30 @@ def test_cleared_and_deleted_blocks_lose_their_pins(harness):
     assert len(harness.store.catalog) == 0
 
 
+def test_a_block_that_came_back_is_pinned_anew(make_harness):
+    """Its old pin, the tenant's only one, ends; the new one ends in its time as well."""
+    harness = make_harness(tasks=False)
+    space, engine = harness.declare("a", LAYOUT), harness.engine()
+    chain = stored(harness, engine, space, 1)
+    pin(harness, engine, space, chain, hard=False)
+    drop_from_host(harness, chain)
+    stored(harness, engine, space, 1, seed=1)  # takes the row
+    harness.wait(engine.store(space, chain))
+    assert pin(harness, engine, space, chain, seconds=1.0) == (1, "")
+    assert pinned(harness) == {"blocks": 1, "hard_blocks": 1, "bytes": BLOCK, "tenants": 1}
+    harness.call(harness.service.pins.tend, harness.service.now() + 2.0)
+    assert pinned(harness) == {"blocks": 0, "hard_blocks": 0, "bytes": 0, "tenants": 0}
+    assert not harness.store.catalog.pins.any()
+
+
+def test_tenants_without_pins_leave_nothing_behind(harness):
+    space, engine = harness.declare("a", LAYOUT), harness.engine()
+    for tenant in ("a", "b", "c"):
+        absent = harness.chain(space, tokens(1))
+        assert pin(harness, engine, space, absent, tenant=tenant) == (0, "absent")
+    assert pinned(harness)["tenants"] == 0
+
+
 def test_many_pins_are_looked_at_in_turns(harness, monkeypatch):
     monkeypatch.setattr(pins, "PINS_PER_TURN", 4)
     space, engine = harness.declare("a", LAYOUT), harness.engine()
