@@ -22,6 +22,7 @@ from kvstore.client.reasons import reason_of
 from kvstore.client.session import Session
 from kvstore.client.spare import Reserved, SpareSlots
 from kvstore.errors import KVStoreError, PeerGone
+from kvstore.logs import get_logger
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc.wire import pack_u64, unpack_u8
 from kvstore.types import BlockStatus
@@ -30,6 +31,7 @@ QUEUE_COMMITS_MAX = 1024
 """Stores beyond it are refused until the daemon has caught up."""
 COMMIT_SECONDS_MIN = 5.0
 """A commit waits for checksums of many bytes; nobody waits for the commit."""
+_log = get_logger("client")
 
 
 class StoreTicket:
@@ -91,7 +93,10 @@ class StoreTicket:
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # noqa: BLE001  # the caller's own: its loop may be closed
+                _log.exception("a callback of a store failed")
 
 
 @dataclass(frozen=True)
@@ -213,6 +218,10 @@ class Committer:
             else:
                 self._abort(commit.life, commit.reservation)
             self._settle(commit, error)
+        except BaseException:
+            # A bug of ours ends this thread: nobody may wait for this commit in vain either.
+            self._settle(commit, PeerGone("the client failed"))
+            raise
 
     def _settle(self, commit: Commit, outcome: list[BlockStatus] | KVStoreError) -> None:
         if isinstance(outcome, KVStoreError):

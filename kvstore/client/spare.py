@@ -76,7 +76,6 @@ class SpareSlots:
         self._now = clock
         self._lock = Lock()
         self._all: list[Reserved] = []
-        self._target = 0
         self._largest = 0
         self._last_taken = 0.0
         self._is_withdrawn = False

@@ -160,7 +160,7 @@ class Storer:
                         blocks,
                     )
                 )
-        except KVStoreError:
+        except BaseException:  # Ctrl-C too: else the slots were this client's for ever
             self._spare.give_up(taken)
             raise
         self._session.tally.add(spare_stores=1)
@@ -193,7 +193,7 @@ class Storer:
         try:
             for first, stop in _stretches(granted, [0] * len(granted)):
                 self._copy(order, offsets[first:stop], granted[first])
-        except KVStoreError:
+        except BaseException:
             self._keeper.abort(order.life, grant.reservation)
             raise
         return [

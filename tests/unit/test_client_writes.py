@@ -197,6 +197,55 @@ def test_a_daemon_that_dies_before_the_commit(make_fake: Make, make_client: Make
         assert "PeerGone" in ticket.reason
 
 
+def test_a_callback_that_fails_is_its_callers_affair(make_fake: Make, make_client: Make) -> None:
+    """For instance one that wakes a loop which is closed by now."""
+    fake, client = make_fake(), make_client()
+    space = open_space(client)
+    fake.hold["Commit"] = threading.Event()
+    ticket = space.store(chain_of(space, 1), coloured(1))
+
+    def fail() -> None:
+        raise RuntimeError("Event loop is closed")
+
+    ticket.when_done(fail)
+    fake.hold["Commit"].set()
+    assert ticket.result(SECONDS) == (STORED,)
+    assert space.store(chain_of(space, 1, 1), coloured(1)).result(SECONDS) == (STORED,)
+
+
+def test_a_bug_of_ours_in_a_commit_leaves_nobody_waiting(
+    make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_fake()
+    space = open_space(make_client())
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    monkeypatch.setattr("kvstore.client.committer.unpack_statuses", lambda *_: 1 / 0)
+    for seed in range(2):
+        ticket = space.store(chain_of(space, 1, seed), coloured(1))
+        assert ticket.result(SECONDS) == (BlockStatus.DROPPED,)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_an_interrupted_copy_gives_its_slots_back(
+    make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    fake, client = make_fake(), make_client()
+    space = open_space(client)
+    if warm:
+        warm_up(space, client, 2)
+        eventually(lambda: client.statistics().spare_slots == 4)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storing, "copy_in", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            space.store(chain_of(space, 2), coloured(2))
+    eventually(lambda: fake.called("Abort"))
+    assert space.store(chain_of(space, 2), coloured(2)).result(SECONDS) == (STORED,) * 2
+
+
 def test_a_full_queue_of_commits_refuses(
     make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
