@@ -75,12 +75,17 @@ def client_path(directory: Path, name: str) -> Path:
 
 
 def is_gone(directory: Path, name: str) -> bool:
-    """Whether the client that made lock file `name` is gone; the file is removed then."""
+    """Whether the client that made lock file `name` is gone; the file is removed then.
+
+    Never known of a file that may not be opened: its client counts as living.
+    """
     path = client_path(directory, name)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
+    except OSError:
+        return False
     try:
         if not _try_lock(fd, path):
             return False
@@ -115,6 +120,7 @@ class ClientLock:
         for _ in range(_TRIES):  # a daemon that starts may take a file that is not locked yet
             path = client_path(directory, f"{os.getpid()}-{secrets.token_hex(8)}.lock")
             fd = os.open(path, flags, 0o640)
+            os.fchmod(fd, 0o640)  # whatever the umask: the daemon must be able to open it
             if _try_lock(fd, path):
                 return cls(path, fd)
             os.close(fd)

@@ -222,6 +222,21 @@ def test_a_killed_client_is_proved_gone(arena: Arena) -> None:
     assert listing(arena.directory / "clients") == set()
 
 
+def test_a_lock_file_that_cannot_be_opened_proves_nothing(arena: Arena) -> None:
+    """Nor may it end the daemon, which asks on its loop."""
+    name = f"{os.getpid()}-{'0' * 16}.lock"
+    (arena.directory / "clients" / name).symlink_to(arena.directory / "header")
+    assert not arena.client_gone(name)
+    before = os.umask(0o077)
+    try:
+        lock = ClientLock.create(arena.directory)
+    finally:
+        os.umask(before)
+    mode = (arena.directory / "clients" / lock.name).stat().st_mode & 0o777
+    lock.close()
+    assert mode == 0o640, "the daemon's group may open it"
+
+
 def test_a_forked_child_does_not_take_the_lock_away(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
