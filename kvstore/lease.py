@@ -331,9 +331,10 @@ class ReservationTable:
         """Live reservations granted to `client`."""
         return [self._reservations[found] for found in self._of_client.get(client, ())]
 
-    def anonymous_slots(self, client: ClientId) -> int:
-        """Slots in the anonymous reservations of `client`."""
-        return sum(found.slots_left for found in self.of_client(client) if found.is_anonymous)
+    def anonymous_bytes(self, client: ClientId) -> int:
+        """Bytes of the slots in the anonymous reservations of `client`, whatever their size."""
+        anonymous = [found for found in self.of_client(client) if found.is_anonymous]
+        return sum(found.slots_left * found.slot_bytes for found in anonymous)
 
     def end(self, found: Reservation) -> None:
         """The reservation is over; its slots are the caller's."""

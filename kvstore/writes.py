@@ -135,12 +135,11 @@ class WritePath:
         """
         store, now = self._store, self._now()
         self._admit_writer(client)
-        most = max(
-            1, store.config.host.write_pool_bytes_per_client_max // namespace.slot_bytes
-        ) - store.reservations.anonymous_slots(client)
+        most = max(store.config.host.write_pool_bytes_per_client_max, namespace.slot_bytes)
+        left = max(0, most - store.reservations.anonymous_bytes(client)) // namespace.slot_bytes
         kept = self._open_ends.rows(namespace.slot_bytes, now)
         store.catalog.pins[kept] += 1
-        slots = self._room.host_slots(namespace.slot_bytes, min(count, max(0, most)), now)
+        slots = self._room.host_slots(namespace.slot_bytes, min(count, left), now)
         store.catalog.pins[kept] -= 1
         if not slots:
             return Grant(None, np.full(count, BlockStatus.NO_ROOM, np.uint8), np.full(count, -1))

@@ -162,15 +162,15 @@ def test_every_rank_of_a_slot_must_report(reservations):
         found.fill(4, range(2), 2)
 
 
-def test_anonymous_slots_are_counted_and_named_later(reservations):
+def test_anonymous_bytes_are_counted_and_named_later(reservations):
     found = reserve(reservations, named=False)
     reserve(reservations, slots=(9,))
     assert found.is_anonymous
-    assert reservations.anonymous_slots(ALICE) == 3
+    assert reservations.anonymous_bytes(ALICE) == 300
     found.name(np.array([5]), np.array([77]))
     assert (found.row_of(5), found.row_of(4)) == (77, ABSENT_ROW)
     found.give_up(np.array([5]))
-    assert reservations.anonymous_slots(ALICE) == 2
+    assert reservations.anonymous_bytes(ALICE) == 200
     with pytest.raises(InvariantViolated):
         found.name(np.array([5]), np.array([77]))
 

@@ -10,6 +10,7 @@ import pytest
 from store_kit import (
     DROPPED,
     GRANTED,
+    LARGE,
     LAYOUT,
     NO_PARENT,
     NO_ROOM,
@@ -156,6 +157,15 @@ def test_a_slot_pool_has_a_bound_per_client(make_harness):
     assert len(harness.wait(engine.reserve_anonymous(space, 99)).offsets) == 5
     assert harness.wait(engine.reserve_anonymous(space, 1)).reservation == 0
     assert len(harness.wait(other.reserve_anonymous(space, 3)).offsets) == 3
+
+
+def test_the_bound_of_a_slot_pool_counts_bytes_whatever_the_size(make_harness):
+    harness = make_harness({"host.write_pool_bytes_per_client_max": 8 * LAYOUT.slot_bytes})
+    small, large = harness.declare("a", LAYOUT), harness.declare("b", LARGE)
+    engine = harness.engine()
+    assert len(harness.wait(engine.reserve_anonymous(small, 4)).offsets) == 4
+    assert len(harness.wait(engine.reserve_anonymous(large, 4)).offsets) == 1
+    assert harness.wait(engine.reserve_anonymous(small, 1)).reservation == 0
 
 
 def test_a_daemon_without_a_host_tier_says_so(make_harness):
