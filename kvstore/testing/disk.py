@@ -28,6 +28,7 @@ class CachedDisk:
         self._inner = inner
         self._random = random
         self._unsynced: dict[Path, Pages] = {}
+        self._open: list[SegmentFile] = []
         self.is_off = False
 
     @property
@@ -47,6 +48,7 @@ class CachedDisk:
         if create and not path.exists():
             self._unsynced.pop(path, None)
         file = self._inner.open_segment(path, length, create)
+        self._open.append(file)
         return _CachedFile(self, path, file, self._unsynced.setdefault(path, {}))
 
     def check_power(self, path: Path) -> None:
@@ -63,6 +65,9 @@ class CachedDisk:
                 write_pages(file, kept)
                 file.close()
         self._unsynced.clear()
+        # Nobody else will: whoever opened them is as dead as a killed process.
+        for file in self._open:
+            file.close()
 
 
 class _CachedFile:
