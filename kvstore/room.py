@@ -221,4 +221,5 @@ class OpenEnds:
         slots = self._store.host_tier.pool.slots_of_class(slot_bytes).size
         most = min(max(1, slots // ENDS_SHARE), max(0, slots - 1))
         rows = self._store.catalog.rows(b"".join(list(self._ends)[-most:] if most else ()))
-        return rows[rows != ABSENT_ROW]
+        known: IntArray = rows[rows != ABSENT_ROW]
+        return known
