@@ -1,7 +1,8 @@
 """The transfer engine of a GPU: `TransferEngine` over a `kvstore.device.Device`.
 
-Primitives of `DeviceTransfers`: the verbs of `TransferEngine`, `pin` for a new arena, and
-`open`, which finds the device and measures it.
+Primitives of `DeviceTransfers`: the verbs of `TransferEngine`, `pin` for a new arena,
+`open_slab` and `close_slab` for the daemon's GPU tier, and `open`, which finds the device and
+measures it.
 
 A load of blocks that lie in pinned host memory is enqueued before `start_load` returns. What has to
 come from below, or to go through a bounce buffer, is enqueued by a background thread as it arrives:
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class DeviceTransfers:
         self._targets: dict[int, _Known] = {}
         self._running: dict[int, Transfer] = {}
         self._numbers = count(1)
+        self._slabs: set[int] = set()
         self._is_closed = False
 
     @classmethod
@@ -94,6 +96,40 @@ class DeviceTransfers:
     def _pin_all(self) -> None:
         while not self._is_closed and self._lanes.pins.pin_next():
             pass
+
+    # ------------------------------------------------------------------ the daemon's GPU tier
+
+    def open_slab(self, handle: bytes, length: int) -> int:
+        """See `kvstore.client.slabs.SlabUser`."""
+        if self._is_closed:
+            raise DeviceError("the transfer engine was closed")
+        with self._lanes.lock:
+            address = self._lanes.device.open_export(handle)
+            self._lanes.pins.lend(address, length)
+            self._slabs.add(address)
+        return address
+
+    def close_slab(self, address: int, then: Callable[[], None]) -> None:
+        """See `kvstore.client.slabs.SlabUser`."""
+        with self._lanes.lock:
+            running = list(self._running.values())
+        with suppress(RuntimeError):  # `close` shut the executor down, and closed the slab
+            self._executor.submit(self._close_slab, address, running, then)
+
+    def _close_slab(self, address: int, running: list[Transfer], then: Callable[[], None]) -> None:
+        while not all(transfer.wait_ended(CLOSE_SECONDS) for transfer in running):
+            if self._is_closed:
+                return
+        with self._lanes.lock:
+            if address in self._slabs:
+                self._let_go_of(address)
+        then()
+
+    def _let_go_of(self, address: int) -> None:
+        self._slabs.discard(address)
+        self._lanes.pins.take_back(address)
+        with suppress(DeviceError):
+            self._lanes.device.close_export(address)
 
     # ------------------------------------------------------------------ verbs
 
@@ -194,6 +230,9 @@ class DeviceTransfers:
         )
         self._executor.shutdown(wait=False, cancel_futures=True)
         if is_done:
+            with self._lanes.lock:
+                for address in list(self._slabs):
+                    self._let_go_of(address)
             self._lanes.close()
         else:
             _log.error("copies still run: pinned memory and streams are left to the process' end")

@@ -27,7 +27,7 @@ from engine_adapter.transfer_moves import (
     Tables,
 )
 from engine_adapter.transfer_plan import Pieces
-from kvstore.device import Device
+from kvstore.device import OVERLAP_BYTES_MAX, Device
 from kvstore.errors import DeviceError
 from kvstore.types import ByteArray
 
@@ -78,7 +78,7 @@ class Lanes:
             one.name: one for one in (BatchCopies(device), KernelCopies(device, self.tables))
         }
         self.choice = choice or Choice({})
-        ways = (*self.mechanisms, QuantisingCopies.name, "bounced")
+        ways = (*self.mechanisms, QuantisingCopies.name, "bounced", "gpu_tier")
         self.bytes_by_way = dict.fromkeys(ways, 0)
         self._in_flight: list[tuple[int, ByteArray]] = []
         """Bounce buffers and the events after which they are free."""
@@ -96,7 +96,22 @@ class Lanes:
     ) -> None:
         """By `only`, or by the fastest. What `held` gains is given back by `let_go`, after the
         copies."""
-        mechanism = only or self.mechanisms[self.choice.name_for(pieces, to_device)]
+        is_lent = self.pins.is_lent(pieces.host) if to_device else None
+        if is_lent is not None and is_lent.any():
+            there = pieces.only(is_lent)
+            self.bytes_by_way["gpu_tier"] += there.total_bytes
+            # Within a device copy engines are slow with short pieces.
+            short = there.total_bytes < OVERLAP_BYTES_MAX * len(there.lengths)
+            near = self.mechanisms[KernelCopies.name if short else BatchCopies.name]
+            self._enqueue(there, True, stream, held, only or near)
+            pieces = pieces.only(~is_lent)
+        if len(pieces.lengths):
+            fastest = self.mechanisms[self.choice.name_for(pieces, to_device)]
+            self._enqueue(pieces, to_device, stream, held, only or fastest)
+
+    def _enqueue(
+        self, pieces: Pieces, to_device: bool, stream: int, held: Held, mechanism: Mechanism
+    ) -> None:
         tables = mechanism.enqueue(pieces, to_device, stream)
         if tables:
             held.append((mechanism, tables))

@@ -1,7 +1,8 @@
 """Which of the arena's memory a device can reach, and the way round for what it cannot.
 
 Primitives:
-  `PinnedArena`   regions registered one by one, in the background; `is_pinned`, `add`, `close`
+  `PinnedArena`   regions registered one by one, in the background; `is_pinned`, `add`, `close`;
+                  `lend`, `take_back` for memory of another process' device that is open here
   `BounceRing`    a few pinned buffers, for bytes that are not (yet) pinned
 
 A region is pinned as a whole or not at all. One that could not be unpinned is kept mapped for as
@@ -42,6 +43,8 @@ class PinnedArena:
         """Start -> stop of each registration."""
         self._deltas: dict[int, int] = {}
         """Start -> how much further the device sees it."""
+        self._lent: dict[int, int] = {}
+        """Start -> stop of device memory; the device sees it where it is."""
         self._starts: UIntArray = np.empty(0, np.uint64)
         self._stops: UIntArray = np.empty(0, np.uint64)
         self.failures: list[str] = []
@@ -77,9 +80,35 @@ class PinnedArena:
         with self._lock:
             self._ranges.update(done)
             self._deltas.update(deltas)
-            self._starts = np.array(sorted(self._ranges), np.uint64)
-            self._stops = np.array([self._ranges[at] for at in sorted(self._ranges)], np.uint64)
+            self._sort()
         return True
+
+    def lend(self, address: int, length: int) -> None:
+        """Device memory that is copied from as if it were pinned."""
+        with self._lock:
+            self._lent[address], self._deltas[address] = address + length, 0
+            self._sort()
+
+    def take_back(self, address: int) -> None:
+        """No copy runs from it, and none will."""
+        with self._lock:
+            del self._lent[address], self._deltas[address]
+            self._sort()
+
+    def is_lent(self, addresses: UIntArray) -> BoolArray | None:
+        """bool [n]: which lie in device memory; None while there is none."""
+        lent = self._lent
+        if not lent:
+            return None
+        found = np.zeros(len(addresses), np.bool_)
+        for start, stop in list(lent.items()):
+            found |= (addresses >= start) & (addresses < stop)
+        return found
+
+    def _sort(self) -> None:
+        known = sorted((self._ranges | self._lent).items())
+        self._starts = np.array([start for start, _ in known], np.uint64)
+        self._stops = np.array([stop for _, stop in known], np.uint64)
 
     @property
     def fences(self) -> UIntArray:
@@ -124,8 +153,8 @@ class PinnedArena:
             ranges, self._ranges = self._ranges, {}
             regions, self._regions = self._regions, []
             self._waiting.clear()
-            self._deltas.clear()
-            self._starts = self._stops = np.empty(0, np.uint64)
+            self._deltas = dict.fromkeys(self._lent, 0)
+            self._sort()
         for region in regions:
             start = region.ctypes.data
             ours = {at: stop for at, stop in ranges.items() if start <= at < start + len(region)}

@@ -19,7 +19,7 @@ import numpy as np
 
 from engine_adapter.quantised import QuantisedTarget, piece_bytes
 from engine_adapter.transfer import PagedTarget, Target
-from kvstore.types import IntArray, UIntArray
+from kvstore.types import BoolArray, IntArray, UIntArray
 
 PROGRAM_BYTES = 256 << 10
 """Layers that lie side by side are joined until a block's copy is so long: copy engines are at
@@ -33,6 +33,11 @@ class Pieces(NamedTuple):
     device: UIntArray
     lengths: UIntArray
     total_bytes: int
+
+    def only(self, which: BoolArray) -> Pieces:
+        """Those of them."""
+        lengths = self.lengths[which]
+        return Pieces(self.host[which], self.device[which], lengths, int(lengths.sum()))
 
 
 class _Piece(NamedTuple):

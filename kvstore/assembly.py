@@ -1,7 +1,7 @@
 """From a configuration to tiers and a store: what the daemon and the offline tools share.
 
-Primitives: `lock_data`, `open_nvme`, `open_host`, `make_store`, `make_service`. Starts no task of
-its own.
+Primitives: `lock_data`, `open_nvme`, `open_gpu`, `open_host`, `make_store`, `make_service`. Starts
+no task of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from kvstore.catalog import Catalog
 from kvstore.clock import Clock
 from kvstore.config import Config
 from kvstore.costs import Costs
+from kvstore.device import Device, open_device
 from kvstore.directory import DirectoryWriter, filter_counters, header_bytes
 from kvstore.elastic import Elastic, Pressure
+from kvstore.errors import ConfigError
+from kvstore.gpu_copies import GpuCopies
 from kvstore.lease import LeaseTable, ReservationTable
 from kvstore.mover import Mover
 from kvstore.namespaces import NamespaceTable
@@ -34,11 +37,13 @@ from kvstore.policies.wear import WearPrice, bytes_per_second
 from kvstore.policy import VictimPicker
 from kvstore.reservation_ends import ReservationEnds
 from kvstore.room import Room
+from kvstore.rpc.gpu_desk import GpuDesk
 from kvstore.rpc.sessions import Sessions
 from kvstore.scrub import Scrubber
 from kvstore.service import Service
 from kvstore.slab import SlabPool
 from kvstore.store import Store
+from kvstore.tier.gpu import GpuTier
 from kvstore.tier.host import HostTier
 from kvstore.tier.nvme import NvmeTier
 from kvstore.writebehind import WriteBehind
@@ -65,8 +70,23 @@ def open_nvme(config: Config, clock: Clock) -> NvmeTier:
     )
 
 
-def open_host(config: Config, boot_id: int) -> HostTier:
-    """The host tier with a fresh, empty directory. Raises ConfigError."""
+def open_gpu(config: Config, device: Device | None = None) -> GpuTier | None:
+    """The GPU tier, if it is on, on `device` or the configured one. Raises ConfigError."""
+    gpu = config.gpu
+    if not gpu.bytes_max:
+        return None
+    try:
+        device = device or open_device(gpu.device)
+    except ConfigError as error:
+        raise ConfigError(f"gpu.device: {error}; or turn the tier off: gpu.bytes_max = 0") from None
+    return GpuTier(
+        device, gpu.bytes_max, slab_bytes=gpu.slab_bytes, slot_bytes_min=gpu.slot_bytes_min
+    )
+
+
+def open_host(config: Config, boot_id: int, gpu: GpuTier | None) -> HostTier:
+    """The host tier with a fresh, empty directory, and that of `gpu` behind it. Raises
+    ConfigError."""
     counters = filter_counters(config.nvme.bytes_max if config.nvme.enabled else 0)
     host = config.host
     pool = SlabPool(
@@ -78,11 +98,12 @@ def open_host(config: Config, boot_id: int) -> HostTier:
         staging_slots_min=host.staging_slots_min,
     )
     namespaces_max = config.limits.namespaces_max
+    own_bytes = header_bytes(pool.slots_max, namespaces_max, counters)
     arena = Arena.create(
         config.arena_directory,
         bytes_total=host.bytes,
         region_bytes=host.region_bytes,
-        header_bytes=header_bytes(pool.slots_max, namespaces_max, counters),
+        header_bytes=own_bytes + (gpu.header_bytes(namespaces_max) if gpu is not None else 0),
         mode=0o660 if host.group else 0o600,
         gid=host.gid,
     )
@@ -93,6 +114,8 @@ def open_host(config: Config, boot_id: int) -> HostTier:
         boot_id=boot_id,
         counters=counters,
     )
+    if gpu is not None:
+        gpu.list_in(arena.header.array, own_bytes, namespaces_max, boot_id)
     return HostTier(pool, arena, directory)
 
 
@@ -106,6 +129,7 @@ def make_store(
     host: HostTier | None,
     nvme: NvmeTier | None,
     ids: Callable[[], int] = new_id,
+    gpu: GpuTier | None = None,
 ) -> Store:
     """An empty store over the tiers; `ids` names leases and reservations."""
     lease = config.lease
@@ -142,6 +166,7 @@ def make_store(
         policy=make_policy(config.policy.name, catalog, block_costs, WearPrice(budget)),
         host=host,
         nvme=nvme,
+        gpu=gpu,
     )
 
 
@@ -180,6 +205,9 @@ def make_service(
         write_behind = WriteBehind(
             store, store.nvme, nvme_room, workers.write, now, lambda: mover.is_busy
         )
+    gpu = None
+    if store.gpu is not None:
+        gpu = GpuDesk(store.gpu, GpuCopies(store, store.gpu, workers.help))
     return Service(
         config,
         clock,
@@ -191,7 +219,13 @@ def make_service(
         nvme_room,
         Scrubber(store, workers.help),
         sessions,
-        Elastic(store, room, Pressure(PRESSURE_FILE, config.host.pressure_percent_max)),
+        Elastic(
+            store,
+            room,
+            Pressure(PRESSURE_FILE, config.host.pressure_percent_max),
+            lambda: sessions.pins_arena,
+        ),
+        gpu,
         workers.help,
         boot_id,
         on_fatal,

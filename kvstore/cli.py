@@ -274,25 +274,48 @@ def clear(
 
 
 @app.command
-def resize(host_bytes: str, /, where: Where = DEFAULT_WHERE) -> int:
-    """Say how much memory the host tier may fill, while it serves.
+def resize(
+    host_bytes: str | None = None,
+    /,
+    *,
+    gpu: str | None = None,
+    where: Where = DEFAULT_WHERE,
+) -> int:
+    """Say how much memory the host tier, or the GPU tier, may fill, while it serves.
 
     Parameters
     ----------
     host_bytes
         A size such as "4 GiB", at most host.bytes; "all" for that.
+    gpu
+        Device memory for the GPU tier: a size, at most gpu.bytes_max; 0 for none.
     """
     from kvstore.rpc.control_pb2 import ResizeRequest
 
-    try:
-        wanted = 0 if host_bytes == "all" else max(1, parse_bytes(host_bytes))
-    except ValueError as error:
-        raise InvalidRequest(f"resize: {host_bytes!r} {error}") from error
+    if host_bytes is None and gpu is None:
+        raise InvalidRequest("resize: give a size of host memory, --gpu SIZE, or both")
+    host = _size(host_bytes) if host_bytes not in (None, "all") else 0
+    request = ResizeRequest(
+        host_bytes=None if host_bytes is None else max(host, int(host_bytes != "all")),
+        gpu_bytes=None if gpu is None else _size(gpu),
+    )
     config, _ = where.load({})
     with _control(config) as control:
-        reply = control.Resize(ResizeRequest(host_bytes=wanted), timeout=CALL_SECONDS_MAX)
-    print(f"the host tier fills at most {format_bytes(reply.host_bytes)} from now on")
+        reply = control.Resize(request, timeout=CALL_SECONDS_MAX)
+    for tier, given, most in (
+        ("host", host_bytes, reply.host_bytes),
+        ("GPU", gpu, reply.gpu_bytes),
+    ):
+        if given is not None:
+            print(f"the {tier} tier fills at most {format_bytes(most)} from now on")
     return 0
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise InvalidRequest(f"resize: {text!r} {error}") from error
 
 
 def _namespace_bytes(text: str) -> bytes:

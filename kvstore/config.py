@@ -28,6 +28,7 @@ from kvstore.config_fields import size as _size
 from kvstore.config_fields import text as _text
 from kvstore.config_fields import time as _time
 from kvstore.config_gateway import GatewayConfig, gateway_conflicts
+from kvstore.config_gpu import GpuConfig, gpu_conflicts
 from kvstore.types import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvstore.units import GIB, KIB, MIB, format_bytes
 
@@ -280,6 +281,7 @@ class Config(_Section, frozen=True):
     daemon: DaemonConfig = DaemonConfig()
     host: HostConfig = HostConfig()
     nvme: NvmeConfig = NvmeConfig()
+    gpu: GpuConfig = GpuConfig()
     lease: LeaseConfig = LeaseConfig()
     limits: LimitsConfig = LimitsConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -344,6 +346,7 @@ def conflicts(config: Config) -> Iterator[tuple[str, str, str]]:
             f"the path has {len(socket)} bytes, a Unix socket takes {SOCKET_PATH_BYTES_MAX}",
             "choose a shorter path",
         )
+    yield from gpu_conflicts(config.gpu)
     yield from gateway_conflicts(config.gateway)
     if not is_address(config.metrics.address):
         yield "metrics.address", "is not host:port", "write 127.0.0.1:9464, [::1]:9464, or off"

@@ -41,6 +41,8 @@ class Counters:
                 "bytes_promoted",
                 "bytes_written_behind",
                 "blocks_written_behind",
+                "gpu_blocks:came",
+                "gpu_blocks:left",
                 "late_commits",
                 "expired_reservations",
                 "suppressed_errors",

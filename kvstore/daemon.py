@@ -33,6 +33,7 @@ from kvstore.assembly import (
     make_service,
     make_store,
     new_id,
+    open_gpu,
     open_host,
     open_nvme,
 )
@@ -48,6 +49,7 @@ from kvstore.rpc.server import ControlServicer
 from kvstore.service import Service
 from kvstore.statistics import statistics_of
 from kvstore.store import Store
+from kvstore.tier.gpu import GpuTier
 from kvstore.tier.host import HostTier
 from kvstore.tier.nvme import NvmeTier
 
@@ -68,7 +70,7 @@ class Daemon:
         self.service: Service
         self.recovered: Recovered | None = None
         self._locks: list[FileLock] = []
-        self._tiers: list[HostTier | NvmeTier] = []
+        self._tiers: list[HostTier | NvmeTier | GpuTier] = []
         self._pools: list[ThreadPoolExecutor] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
@@ -86,9 +88,11 @@ class Daemon:
             self._take_locks()
             nvme = open_nvme(self.config, self.clock) if self.config.nvme.enabled else None
             self._tiers += [] if nvme is None else [nvme]
-            host = open_host(self.config, self.boot_id) if self.config.host.bytes else None
+            gpu = open_gpu(self.config)
+            self._tiers += [] if gpu is None else [gpu]
+            host = open_host(self.config, self.boot_id, gpu) if self.config.host.bytes else None
             self._tiers += [] if host is None else [host]
-            store = make_store(self.config, host, nvme)
+            store = make_store(self.config, host, nvme, gpu=gpu)
             if nvme is not None:
                 self.recovered = recover(store, nvme)
                 self._log.info("recovered", **self.recovered.facts())

@@ -6,11 +6,13 @@ Primitives of `Elastic`: `resize` (somebody's word), `turn` (a step towards it, 
 A slab that leaves is emptied first, the one of least value, and what a lease or a job holds stays:
 running requests win. Its memory goes back to the system while clients keep their mappings; nobody
 reads there, for no slot of it is READY. A slab that comes back gets its pages before it serves,
-so that no client ever touches memory that is not there. Nothing stops meanwhile.
+so that no client ever touches memory that is not there. Nothing stops meanwhile. While a process
+keeps the arena pinned for a device, nothing goes: the device would go on reading the old pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.logs import get_logger
@@ -30,8 +32,11 @@ SLABS_MIN = 1
 class Elastic:
     """On the daemon's loop. A pressure limit of 0: only `resize` says how much."""
 
-    def __init__(self, store: Store, room: Room, pressure: Pressure) -> None:
+    def __init__(
+        self, store: Store, room: Room, pressure: Pressure, is_pinned: Callable[[], bool]
+    ) -> None:
         self._store = store
+        self._is_pinned = is_pinned
         self._room = room
         self._pressure = pressure
         self._wanted_slabs = store.host.pool.slabs if store.host is not None else 0
@@ -84,6 +89,8 @@ class Elastic:
                 return
 
     def _shrink(self, now: float) -> bool:
+        if self._is_pinned():
+            return False
         host = self._store.host_tier
         slab = host.pool.free_slab()
         if slab < 0:

@@ -143,6 +143,9 @@ METRICS: tuple[Counted | Gauge | Histogram, ...] = (
         "affordable).",
         "reason",
     ),
+    Counted(
+        "kvstore_gpu_blocks", "gpu_blocks", "Copies in the GPU tier that came and left.", "change"
+    ),
     Counted("kvstore_stored_blocks", "store_blocks", "Blocks offered, by outcome.", "outcome"),
     Counted(
         "kvstore_dropped_blocks",
@@ -180,6 +183,7 @@ METRICS: tuple[Counted | Gauge | Histogram, ...] = (
     Gauge("kvstore_host_used_bytes", _host_used, "Bytes of slots with blocks in them."),
     Gauge("kvstore_nvme_allowed_bytes", _in("nvme", "bytes_allowed"), "What NVMe may grow to."),
     Gauge("kvstore_nvme_used_bytes", _in("nvme", "bytes_on_disk"), "Bytes of segment files."),
+    Gauge("kvstore_gpu_bytes", _in("gpu", "allocated_bytes"), "Device memory the GPU tier holds."),
     Gauge("kvstore_leases", _in("leases", "active"), "Read leases that run."),
     Gauge("kvstore_leased_blocks", _in("leases", "blocks"), "Blocks they hold in place."),
     Gauge("kvstore_pinned_bytes", _in("pins", "bytes"), "Bytes that pins keep."),

@@ -92,9 +92,8 @@ def recover(store: Store, nvme: NvmeTier) -> Recovered:
 
 def _restore_clear_counts(store: Store) -> None:
     """Clients compare against the header's words: they must be right before anything is matched."""
-    if store.host is not None:
-        for namespace in store.namespaces:
-            store.host.directory.set_clear_count(namespace.index, namespace.clear_count)
+    for namespace in store.namespaces:
+        store.set_clear_count(namespace)
 
 
 def _current(store: Store, records: NDArray[np.void], found: Recovered) -> BoolArray:

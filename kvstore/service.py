@@ -41,6 +41,7 @@ from kvstore.prefetch import Prefetcher
 from kvstore.promotion import BLOCKS, LoadOrder
 from kvstore.reservation_ends import ReservationEnds
 from kvstore.rpc.control_pb2 import DESCRIPTOR
+from kvstore.rpc.gpu_desk import GpuDesk
 from kvstore.rpc.sessions import Session, Sessions
 from kvstore.scrub import Progress, Scrubber
 from kvstore.staging import Staging
@@ -85,6 +86,7 @@ class Service:
         scrubber: Scrubber,
         sessions: Sessions,
         elastic: Elastic,
+        gpu: GpuDesk | None,
         workers: Executor,
         boot_id: int,
         on_fatal: Callable[[BaseException], None],
@@ -99,6 +101,7 @@ class Service:
         self.scrubber = scrubber
         self.sessions = sessions
         self.elastic = elastic
+        self.gpu = gpu
         self.pins = Pins(store, config.limits)
         self.staging = Staging(store)
         self.prefetcher = Prefetcher(store)
@@ -169,6 +172,8 @@ class Service:
         self.sessions.close(session)
         self.store.leases.drop_client(session.client, self.now())
         self.ends.client_lost(session.client)
+        if self.gpu is not None:
+            self.gpu.left(session.client)
         self._log.info("client left", engine=session.engine, pid=session.pid)
         self._bury()
 
@@ -178,6 +183,8 @@ class Service:
             host = self.store.host
             if not session.lock_file or host is None or host.arena.client_gone(session.lock_file):
                 self.ends.client_gone(session.client)
+                if self.gpu is not None:
+                    self.gpu.gone(session.client)
                 self.sessions.gone(session)
 
     # ------------------------------------------------------------------ verbs
@@ -322,8 +329,7 @@ class Service:
             await self._in_worker(self.store.nvme.set_clear_count, namespace.id, count)
         count = max(count, namespace.clear_count)
         self.store.namespaces.set_clear_count(namespace, count)
-        if self.store.host is not None:
-            self.store.host.directory.set_clear_count(namespace.index, count)
+        self.store.set_clear_count(namespace)
         self.store.start_reclaim()
         self._log.info("namespace cleared", namespace=namespace.id.hex()[:16], clear_count=count)
 
@@ -348,6 +354,8 @@ class Service:
             self.pins.tend(now)
             self._work_in_slices(now)
             self.elastic.turn(now)
+            if self.gpu is not None:
+                self.gpu.turn(now)
             self.store.costs.refresh()
             if not self.mover.is_busy and (step := self.prefetcher.next(now)) is not None:
                 self.load_soon([step])
@@ -405,7 +413,8 @@ class Service:
     def health(self) -> list[str]:
         """Reasons why this daemon is degraded; empty when all is well."""
         reasons: list[str] = []
-        for tier in (self.store.host, self.store.nvme):
+        gpu = self.gpu.copies if self.gpu is not None else None
+        for tier in (self.store.host, self.store.nvme, gpu):
             if tier is not None:
                 reasons += tier.health()
         return reasons

@@ -34,6 +34,7 @@ def statistics_of(service: Service) -> dict[str, object]:
         ],
         "host": store.host.describe() if store.host is not None else None,
         "nvme": store.nvme.describe() if store.nvme is not None else None,
+        "gpu": service.gpu.copies.describe() if service.gpu is not None else None,
         "leases": store.leases.statistics(),
         "pins": service.pins.statistics(),
         "reservations": store.reservations.statistics(),

@@ -9,8 +9,7 @@ Primitives of `Store`, all synchronous and on the daemon's loop:
   `condemn`       rows that may never match again (deleted, damaged); `reclaim_slice` frees what
                   they hold
 
-Writes live in writes.py, room-making in room.py, movement between tiers in mover.py and
-writebehind.py.
+Writes live in writes.py, room-making in room.py, movement in mover, writebehind, gpu_copies.
 Nothing here awaits, reads a clock, or touches bytes of blocks.
 """
 
@@ -33,6 +32,7 @@ from kvstore.lease import LeaseTable, ReservationTable
 from kvstore.matching import GroupMatch, MatchResult
 from kvstore.namespaces import Namespace, NamespaceTable
 from kvstore.policy import Policy
+from kvstore.tier.gpu import GpuTier
 from kvstore.tier.host import HostTier
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import (
@@ -56,7 +56,7 @@ RECLAIM_ROWS_MAX = 128
 
 @dataclass
 class Store:
-    """All state of one daemon life. `host` and `nvme` are None when that tier is off."""
+    """All state of one daemon life. A tier that is off is None."""
 
     config: Config
     catalog: Catalog
@@ -67,11 +67,15 @@ class Store:
     policy: Policy
     host: HostTier | None
     nvme: NvmeTier | None
+    gpu: GpuTier | None = None
     counters: Counters = field(default_factory=Counters)
     on_ready: Callable[[IntArray], None] = lambda rows: None
     """Told of rows that became READY in the host tier (write-behind listens)."""
-    on_used: Callable[[IntArray], None] = lambda rows: None
+    on_used: list[Callable[[IntArray], None]] = field(default_factory=list)
     """Told of rows that were used (write-behind looks again at those without a copy)."""
+    on_host_leaves: Callable[[IntArray], None] = lambda rows: None
+    """Told of rows whose host replica is about to leave; the GPU tier, if on, says what it has."""
+    in_gpu: Callable[[IntArray], BoolArray] = lambda rows: np.zeros(len(rows), np.bool_)
     on_nvme_lost: Callable[[IntArray], None] = lambda rows: None
     """Told of rows whose NVMe replica must go (its record is deleted, then its slot is free)."""
     waiting: dict[int, list[int]] = field(default_factory=dict)
@@ -199,6 +203,7 @@ class Store:
         host = current & (self.catalog.host_state[rows] == READY)
         nvme = current & (self.catalog.nvme_state[rows] == READY)
         mask = (host << np.uint8(Tier.HOST)) | (nvme << np.uint8(Tier.NVME))
+        mask |= (current & self.in_gpu(rows)) << np.uint8(Tier.GPU)
         tiers: ByteArray = mask.astype(np.uint8)
         return tiers
 
@@ -325,12 +330,19 @@ class Store:
         if reason == "evicted" and self.nvme is not None:
             self.counters.add("dropped_blocks:dropped_before_write", only_copy)
         self.counters.add(f"dropped_blocks:{reason}", len(rows))
+        self.on_host_leaves(rows)
         slots = columns.host_slot[rows].copy()
         self.host_tier.retract(slots)
         columns.set_host(rows, ReplicaState.ABSENT)
         self.host_tier.free(slots)
         self.policy.evicted(rows, Tier.HOST, now)
         columns.remove_if_bare(rows)
+
+    def set_clear_count(self, namespace: Namespace) -> None:
+        """Clients find only what was stored since the namespace's last clear."""
+        for tier in (self.host, self.gpu):
+            if tier is not None:
+                tier.directory.set_clear_count(namespace.index, namespace.clear_count)
 
     def is_idle(self, rows: IntArray) -> BoolArray:
         """Rows that no lease and no job holds."""
@@ -365,6 +377,7 @@ class Store:
         self.counters.add(f"dropped_blocks:{reason}", len(rows))
         in_host = rows[columns.host_state[rows] == READY]
         if len(in_host):
+            self.on_host_leaves(in_host)
             self.host_tier.retract(columns.host_slot[in_host])
         columns.clear_count[rows] = CONDEMNED
         self.start_reclaim()

@@ -55,12 +55,13 @@ class Uses:
         for chosen, hint in _by_class(rows, classes):
             self._waiting.append((chosen, RequestShape(asked_blocks, len(rows), hint)))
 
-    def apply(self, policy: Policy, now: float, told: Callable[[IntArray], None]) -> None:
-        """Tell it all; then `told` is."""
+    def apply(self, policy: Policy, now: float, told: Sequence[Callable[[IntArray], None]]) -> None:
+        """Tell it all; then `told` are."""
         while self._waiting:
             rows, shape = self._waiting.popleft()
             policy.touched(rows, now, shape)
-            told(rows)
+            for tell in told:
+                tell(rows)
 
     def will_store(self, names: bytes, classes: ByteArray) -> None:
         """Hints on blocks that become READY later, or never: then they are forgotten in time."""

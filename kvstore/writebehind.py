@@ -1,8 +1,7 @@
 """Write-behind: admitted host blocks get an NVMe copy with idle bandwidth, ancestors first.
 
 Primitives of `WriteBehind`:
-  `enqueue`   READY host rows that may be worth a copy (bounded; past the bound they are skipped
-              and counted)
+  `enqueue`   READY host rows that may be worth a copy; past a bound they are skipped and counted
   `run`       the task: batches of frames → fdatasync → index record; only then is a replica READY
   `flush`     moves the asked rows to the front and tells which are durable by the deadline
 
@@ -85,7 +84,8 @@ class WriteBehind:
         self._drained = asyncio.Event()
         self._budget = WriteBudget(store.config.nvme.write_bytes_per_hour_max, clock())
         self._log = get_logger("writebehind")
-        store.on_ready = store.on_used = self.enqueue
+        store.on_ready = self.enqueue
+        store.on_used.append(self.enqueue)
         room.on_freed = self._tell
 
     @property

@@ -6,6 +6,7 @@ Primitives:
   `timings_of(handle)`            where to tell what prefills and copies took
   `granted_spans(...)`            the slots of a write reservation
   `granted_addresses`, `arena_regions`   the same memory for copies by a device
+  `let_in`, `press`               a device that also reads the GPU tier, and asks memory back
 Both finders give `InPlace`: slots that follow each other as one array, what is readable by now, and
 whether it stayed so. May not copy bytes: bytes that a caller copied count only if `valid` says so
 after its last copy.
@@ -25,6 +26,7 @@ from kvstore.client.life import Life
 from kvstore.client.names import Names, stretch
 from kvstore.client.namespace import NamespaceHandle
 from kvstore.client.reservation import WriteReservation
+from kvstore.client.slabs import GpuPlaces, SlabUser
 from kvstore.client.timings import Timings
 from kvstore.directory import Found
 from kvstore.errors import InvalidRequest
@@ -93,7 +95,8 @@ class InPlace(Protocol):
         """uint8 [blocks]: bit mask of the parts of each that may be read by now."""
 
     def addresses(self, blocks: IntArray) -> UIntArray:
-        """uint64 [n]: where the slots of `blocks` lie in this process, for copies by a device.
+        """uint64 [n]: where `blocks` lie in this process, for copies by a device: in the arena,
+        or in the GPU tier where a copy is there and open.
 
         Only for blocks of which something is readable. Raises like `spans`, and PeerGone."""
 
@@ -174,12 +177,30 @@ def arena_regions(handle: NamespaceHandle) -> tuple[int, list[ByteArray]]:
     return attached[0].boot_id, attached[0].arena.writable_regions()
 
 
+def let_in(handle: NamespaceHandle, device: SlabUser) -> None:
+    """Tell this and every later daemon life that `device` keeps the arena pinned (no memory of it
+    is given back meanwhile), and open the GPU tier to it, if there is one."""
+    handle._session.let_in(device)
+
+
+def press(handle: NamespaceHandle, device_bytes: int) -> None:
+    """The engine is short of device memory: the GPU tier gives so much back, in all, within
+    seconds, until another number is told (0: none) or the client is closed."""
+    handle._session.press(device_bytes)
+
+
 def _spans(
     view: ViewOf, offsets: Sequence[int], first_block: int, slot_bytes: int, life: Life
 ) -> Iterator[Span]:
     for first, stop in runs(offsets, slot_bytes, life.region_bytes):
         slots = view(offsets[first], (stop - first) * slot_bytes)
         yield Span(first_block + first, slots.reshape(stop - first, slot_bytes))
+
+
+def _gpu_places(life: Life, handle: NamespaceHandle, joined: bytes) -> GpuPlaces | None:
+    if life.slabs is None:
+        return None
+    return GpuPlaces(life.slabs, life.boot_id, handle._declared(life).index, joined)
 
 
 class _HostBlocks:
@@ -203,6 +224,7 @@ class _HostBlocks:
         self._offsets: list[int] = found.offsets.tolist()
         self.blocks = self.whole = self.whole_at_end = found.count
         self.plan: Plan | None = None
+        self._gpu = _gpu_places(life, handle, joined)
         self.tiers: ByteArray = np.full(found.count, Tier.HOST, np.uint8)
 
     def need_from(self, block: int) -> None:
@@ -227,12 +249,15 @@ class _HostBlocks:
 
     def addresses(self, blocks: IntArray) -> UIntArray:
         assert self._life.arena is not None  # the directory lies in it
-        return self._life.arena.addresses(self._found.offsets[blocks])
+        places = self._life.arena.addresses(self._found.offsets[blocks])
+        return places if self._gpu is None else self._gpu.over(blocks, places)
 
     def valid(self) -> bool:
         life = self._life
         assert life.directory is not None  # `found` came from it
-        return life.directory.still_valid(life.boot_id, self._found.slots, self._found.generations)
+        found = self._found
+        is_whole = life.directory.still_valid(life.boot_id, found.slots, found.generations)
+        return is_whole and (self._gpu is None or self._gpu.valid())
 
     def end(self, used: int) -> None:
         """The daemon saw nothing of this; tell it what was used."""
@@ -248,6 +273,9 @@ class _LeasedBlocks:
         self._handle = handle
         self._lease = lease
         self._group = lease.groups[0] if lease.blocks else None
+        self._gpu: GpuPlaces | None = None
+        if self._group is not None and lease._life is not None:
+            self._gpu = _gpu_places(lease._life, handle, self._group.joined)
 
     @property
     def blocks(self) -> int:
@@ -303,10 +331,11 @@ class _LeasedBlocks:
         life, group = self._lease._alive(), self._group
         if group is None or life.arena is None:
             raise InvalidRequest("these blocks lie in no host tier that could be read")
-        return life.arena.addresses(group.offsets[blocks])
+        places = life.arena.addresses(group.offsets[blocks])
+        return places if self._gpu is None else self._gpu.over(blocks + group.first, places)
 
     def valid(self) -> bool:
-        return self._lease.valid()
+        return self._lease.valid() and (self._gpu is None or self._gpu.valid())
 
     def end(self, used: int) -> None:
         self._lease.release()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import queue
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Timer
@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 
 from kvstore.arena import ArenaView, ClientLock
+from kvstore.client.slabs import OpenSlabs, SlabUser
 from kvstore.directory import STORE_ORDER_TRUSTED, DirectoryReader
 from kvstore.errors import ConfigError, KVStoreError, PeerGone, VersionMismatch
 from kvstore.rpc import control_pb2 as pb
@@ -69,7 +70,7 @@ class Declared:
 
 
 class Life:
-    """Fields are fixed once made, but for `is_over`, `is_draining` and `namespaces`."""
+    """Fields are fixed once made, but for `is_over`, `is_draining`, `namespaces` and `slabs`."""
 
     def __init__(
         self,
@@ -89,6 +90,10 @@ class Life:
         self.break_even_tokens = dict(welcome.break_even_tokens)
         self.arena = arena
         self.directory = directory
+        self.gpu_directory_at = welcome.gpu_directory_at
+        self.gpu_slab_bytes = welcome.gpu_slab_bytes
+        self.slabs: OpenSlabs | None = None
+        """Of the GPU tier, where a device of this process opens them."""
         self.is_over = False
         self.is_draining = False
         self.namespaces: dict[bytes, Declared | KVStoreError] = {}
@@ -121,6 +126,14 @@ class Life:
             raise PeerGone("the daemon was restarted while attaching")
         return cls(welcome, arena, directory, lock)
 
+    def open_slabs(self, user: SlabUser, closed: Callable[[int], None]) -> bool:
+        """Let a device in; whether there is a GPU tier to open."""
+        if self.arena is None or not self.gpu_directory_at or not self.reads_directory:
+            return False
+        directory = DirectoryReader(self.arena.header[self.gpu_directory_at :])
+        self.slabs = OpenSlabs(user, directory, self.gpu_slab_bytes, closed)
+        return True
+
     @property
     def reads_directory(self) -> bool:
         """Whether lookups without a lease are sound here."""
@@ -147,6 +160,8 @@ class Life:
 
     def end(self) -> None:
         """The stream is gone. Idempotent."""
+        if self.slabs is not None:
+            self.slabs.close()
         with self._guard:
             self.is_over = True
             self._unlock_if_done()
@@ -210,6 +225,10 @@ class AttachStream:
             yield from self._call
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
+
+    def say(self, word: pb.AttachRequest) -> None:
+        """Tell the daemon, by and by; after the end of the stream nobody hears it."""
+        self._requests.put(word)
 
     def close(self) -> None:
         """End the stream; idempotent."""

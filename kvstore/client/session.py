@@ -6,6 +6,8 @@ Primitives of `Session`:
   `declare`       makes a namespace known in a life; `declared` answers from memory when it can
   `check_usable`  refuses a forked child at once
   `lost`          a caller found the daemon gone: attach again
+  `let_in`        a device of this process: it pins the arena and opens the GPU tier's slabs
+  `press`         the engine needs device memory back from the daemon
 
 A background thread attaches, and attaches again with growing pauses, for as long as the session is
 open. Blocking stubs only. May not touch bytes of blocks.
@@ -24,6 +26,7 @@ import grpc
 
 from kvstore.arena import ClientLock
 from kvstore.client.life import AttachStream, Declared, Life, take_lock
+from kvstore.client.slabs import SlabUser
 from kvstore.client.statistics import Tally
 from kvstore.errors import (
     ClientForked,
@@ -78,6 +81,8 @@ class Session:
         self._declarations: dict[bytes, Declaration] = {}
         self._arena_dir: str = ""
         self._stream: AttachStream | None = None
+        self._device: SlabUser | None = None
+        self._pressure_bytes = 0
         self._channel = grpc.insecure_channel(f"unix:{socket}", options=_CHANNEL_OPTIONS)
         self._stub: Any = ControlStub(self._channel)  # type: ignore[no-untyped-call]
         self._on_life: Callable[[], None] = lambda: None
@@ -238,9 +243,9 @@ class Session:
             for declaration in list(self._declarations.values()):
                 self._declare_quietly(life, declaration)
             self._set_life(life)
+            self._introduce(life, stream)
             for news in stream.news():
-                if news.WhichOneof("kind") == "draining":
-                    life.is_draining = True
+                self._take_news(life, news)
             return False
         finally:
             stream.close()
@@ -248,6 +253,44 @@ class Session:
                 life.end()
             elif lock is not None:
                 lock.close()
+
+    @staticmethod
+    def _take_news(life: Life, news: pb.AttachReply) -> None:
+        match news.WhichOneof("kind"):
+            case "draining":
+                life.is_draining = True
+            case "slabs" if life.slabs is not None:
+                life.slabs.open((told.slab, told.handle) for told in news.slabs.slabs)
+            case "unmap" if life.slabs is not None:
+                life.slabs.give_back(news.unmap.slab)
+
+    # ------------------------------------------------------------------ devices
+
+    def let_in(self, device: SlabUser) -> None:
+        """In this life and all later ones; one device a session."""
+        self._device = device
+        life, stream = self.life, self._stream
+        if life is not None and stream is not None:
+            self._introduce(life, stream)
+
+    def press(self, device_bytes: int) -> None:
+        """The engine needs so many bytes of device memory back, in all; 0: none any more."""
+        self._pressure_bytes = device_bytes
+        if self._stream is not None:
+            self._stream.say(pb.AttachRequest(pressure=pb.Pressure(device_bytes=device_bytes)))
+
+    def _introduce(self, life: Life, stream: AttachStream) -> None:
+        """What a new daemon life must know of our device."""
+
+        def closed(slab: int) -> None:
+            stream.say(pb.AttachRequest(unmapped=pb.Unmapped(slab=slab)))
+
+        with self._attached:
+            if self._device is not None and life.slabs is None:
+                maps = life.open_slabs(self._device, closed)
+                stream.say(pb.AttachRequest(device=pb.Device(maps_slabs=maps)))
+        if self._pressure_bytes:
+            stream.say(pb.AttachRequest(pressure=pb.Pressure(device_bytes=self._pressure_bytes)))
 
     def _lock_file(self) -> ClientLock | None:
         if not self._arena_dir:

@@ -164,6 +164,8 @@ class ValuePolicy:
             self._refresh_costs()
         host, nvme = self._costs.byte_seconds(Tier.HOST), self._costs.byte_seconds(Tier.NVME)
         density = self._learner.density[rows].astype(np.float64)
+        if tier == Tier.GPU:
+            return np.full(rows.size, host)  # the host replica stays: the way to it is all
         if tier == Tier.NVME:
             return np.maximum(density - nvme, 0.0)
         lost = np.maximum(density - host, 0.0)

@@ -17,12 +17,16 @@ LAYER_ORDER: LoadOrder
 BACK_ORDER: LoadOrder
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "unmapped")
+    __slots__ = ("hello", "unmapped", "device", "pressure")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     UNMAPPED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     unmapped: Unmapped
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., unmapped: _Optional[_Union[Unmapped, _Mapping]] = ...) -> None: ...
+    device: Device
+    pressure: Pressure
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., unmapped: _Optional[_Union[Unmapped, _Mapping]] = ..., device: _Optional[_Union[Device, _Mapping]] = ..., pressure: _Optional[_Union[Pressure, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_major", "protocol_minor", "engine", "pid", "lock_file")
@@ -39,23 +43,37 @@ class Hello(_message.Message):
     def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., engine: _Optional[str] = ..., pid: _Optional[int] = ..., lock_file: _Optional[str] = ...) -> None: ...
 
 class Unmapped(_message.Message):
-    __slots__ = ("region",)
-    REGION_FIELD_NUMBER: _ClassVar[int]
-    region: int
-    def __init__(self, region: _Optional[int] = ...) -> None: ...
+    __slots__ = ("slab",)
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    slab: int
+    def __init__(self, slab: _Optional[int] = ...) -> None: ...
+
+class Device(_message.Message):
+    __slots__ = ("maps_slabs",)
+    MAPS_SLABS_FIELD_NUMBER: _ClassVar[int]
+    maps_slabs: bool
+    def __init__(self, maps_slabs: bool = ...) -> None: ...
+
+class Pressure(_message.Message):
+    __slots__ = ("device_bytes",)
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device_bytes: int
+    def __init__(self, device_bytes: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("welcome", "shrink", "draining")
+    __slots__ = ("welcome", "unmap", "draining", "slabs")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
-    SHRINK_FIELD_NUMBER: _ClassVar[int]
+    UNMAP_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
-    shrink: ShrinkRequest
+    unmap: UnmapSlab
     draining: Draining
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., shrink: _Optional[_Union[ShrinkRequest, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    slabs: Slabs
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., unmap: _Optional[_Union[UnmapSlab, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., slabs: _Optional[_Union[Slabs, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "client", "boot_id", "arena_dir", "region_bytes", "regions", "read_lease_seconds", "write_lease_seconds", "lease_blocks_max", "version", "break_even_tokens")
+    __slots__ = ("protocol_major", "protocol_minor", "client", "boot_id", "arena_dir", "region_bytes", "regions", "read_lease_seconds", "write_lease_seconds", "lease_blocks_max", "version", "break_even_tokens", "gpu_directory_at", "gpu_slab_bytes")
     class BreakEvenTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +93,8 @@ class Welcome(_message.Message):
     LEASE_BLOCKS_MAX_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BREAK_EVEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GPU_DIRECTORY_AT_FIELD_NUMBER: _ClassVar[int]
+    GPU_SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     client: int
@@ -87,13 +107,29 @@ class Welcome(_message.Message):
     lease_blocks_max: int
     version: str
     break_even_tokens: _containers.ScalarMap[int, int]
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., client: _Optional[int] = ..., boot_id: _Optional[int] = ..., arena_dir: _Optional[str] = ..., region_bytes: _Optional[int] = ..., regions: _Optional[int] = ..., read_lease_seconds: _Optional[float] = ..., write_lease_seconds: _Optional[float] = ..., lease_blocks_max: _Optional[int] = ..., version: _Optional[str] = ..., break_even_tokens: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    gpu_directory_at: int
+    gpu_slab_bytes: int
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., client: _Optional[int] = ..., boot_id: _Optional[int] = ..., arena_dir: _Optional[str] = ..., region_bytes: _Optional[int] = ..., regions: _Optional[int] = ..., read_lease_seconds: _Optional[float] = ..., write_lease_seconds: _Optional[float] = ..., lease_blocks_max: _Optional[int] = ..., version: _Optional[str] = ..., break_even_tokens: _Optional[_Mapping[int, int]] = ..., gpu_directory_at: _Optional[int] = ..., gpu_slab_bytes: _Optional[int] = ...) -> None: ...
 
-class ShrinkRequest(_message.Message):
-    __slots__ = ("region",)
-    REGION_FIELD_NUMBER: _ClassVar[int]
-    region: int
-    def __init__(self, region: _Optional[int] = ...) -> None: ...
+class UnmapSlab(_message.Message):
+    __slots__ = ("slab",)
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    slab: int
+    def __init__(self, slab: _Optional[int] = ...) -> None: ...
+
+class Slabs(_message.Message):
+    __slots__ = ("slabs",)
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    slabs: _containers.RepeatedCompositeFieldContainer[Slab]
+    def __init__(self, slabs: _Optional[_Iterable[_Union[Slab, _Mapping]]] = ...) -> None: ...
+
+class Slab(_message.Message):
+    __slots__ = ("slab", "handle")
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    slab: int
+    handle: bytes
+    def __init__(self, slab: _Optional[int] = ..., handle: _Optional[bytes] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("seconds",)
@@ -660,15 +696,21 @@ class ScoreReply(_message.Message):
     def __init__(self, tokens_by_tier: _Optional[_Mapping[int, int]] = ..., predicted_ttft_seconds: _Optional[float] = ..., recompute_seconds: _Optional[float] = ...) -> None: ...
 
 class ResizeRequest(_message.Message):
-    __slots__ = ("host_bytes",)
+    __slots__ = ("host_bytes", "gpu_bytes")
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
     host_bytes: int
-    def __init__(self, host_bytes: _Optional[int] = ...) -> None: ...
+    gpu_bytes: int
+    def __init__(self, host_bytes: _Optional[int] = ..., gpu_bytes: _Optional[int] = ...) -> None: ...
 
 class ResizeReply(_message.Message):
-    __slots__ = ("host_bytes", "host_bytes_used")
+    __slots__ = ("host_bytes", "host_bytes_used", "gpu_bytes", "gpu_bytes_used")
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     host_bytes: int
     host_bytes_used: int
-    def __init__(self, host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ...) -> None: ...
+    gpu_bytes: int
+    gpu_bytes_used: int
+    def __init__(self, host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., gpu_bytes: _Optional[int] = ..., gpu_bytes_used: _Optional[int] = ...) -> None: ...

@@ -300,7 +300,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resize(self, request, context):
-        """How much memory the host tier may fill, up to what it was started with. Blocks leave as far as needed.
+        """How much memory the host and the GPU tier may fill, up to what they were started with. Blocks leave as far as needed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

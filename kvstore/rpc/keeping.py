@@ -69,9 +69,19 @@ class KeepingVerbs(Verbs):
 
     @unary
     async def Resize(self, request: pb.ResizeRequest, context: Any) -> pb.ResizeReply:
-        elastic = self.service.elastic
-        target = elastic.resize(request.host_bytes)
-        return pb.ResizeReply(host_bytes=target, host_bytes_used=elastic.filled_bytes)
+        elastic, gpu = self.service.elastic, self.service.gpu
+        if request.HasField("host_bytes"):
+            elastic.resize(request.host_bytes)
+        if request.HasField("gpu_bytes") and gpu is None:
+            raise InvalidRequest("resize: there is no GPU tier; set gpu.bytes_max and restart")
+        if request.HasField("gpu_bytes") and gpu is not None:
+            gpu.copies.resize(request.gpu_bytes)
+        return pb.ResizeReply(
+            host_bytes=elastic.target_bytes,
+            host_bytes_used=elastic.filled_bytes,
+            gpu_bytes=gpu.tier.bytes_max if gpu is not None else 0,
+            gpu_bytes_used=gpu.tier.allocated_bytes if gpu is not None else 0,
+        )
 
     @unary
     async def List(self, request: pb.ListRequest, context: Any) -> pb.ListReply:

@@ -81,13 +81,15 @@ class ControlServicer(KeepingVerbs, PlanningVerbs, control_pb2_grpc.ControlServi
     async def _read_attached(self, requests: Any, session: Session) -> None:
         """The client's side of the stream; its end, or bytes that are none, ends the session."""
         with contextlib.suppress(DecodeError):
-            async for _ in requests:
-                pass
+            async for word in requests:
+                session.pins_arena |= word.HasField("device")
+                if self.service.gpu is not None:
+                    self.service.gpu.heard(session, word)
         if not session.outbox.full():
             session.outbox.put_nowait(None)
 
     def _welcome(self, session: Session) -> pb.Welcome:
-        config, host = self._config, self.service.store.host
+        config, host, gpu = self._config, self.service.store.host, self.service.store.gpu
         return pb.Welcome(
             protocol_major=wire.PROTOCOL_MAJOR,
             protocol_minor=wire.PROTOCOL_MINOR,
@@ -101,6 +103,8 @@ class ControlServicer(KeepingVerbs, PlanningVerbs, control_pb2_grpc.ControlServi
             lease_blocks_max=config.lease.blocks_max,
             version=VERSION,
             break_even_tokens=self.service.advisor.least_break_even(),
+            gpu_directory_at=gpu.directory_at if gpu is not None else 0,
+            gpu_slab_bytes=config.gpu.slab_bytes,
         )
 
     # ------------------------------------------------------------------ namespaces

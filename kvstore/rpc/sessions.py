@@ -24,9 +24,18 @@ class Session:
     engine: str
     pid: int
     lock_file: str
+    pins_arena: bool = False
+    """A device of its reads the arena's pages as they are now: none may be given back."""
     outbox: asyncio.Queue[pb.AttachReply | None] = field(
         default_factory=lambda: asyncio.Queue(maxsize=16)
     )
+
+    def tell(self, reply: pb.AttachReply) -> bool:
+        """Queue a message; False for a client that does not read, which is not waited for."""
+        if self.outbox.full():
+            return False
+        self.outbox.put_nowait(reply)
+        return True
 
 
 class Sessions:
@@ -78,6 +87,11 @@ class Sessions:
             if session.engine == engine and session.lock_file
         }
 
+    @property
+    def pins_arena(self) -> bool:
+        """Whether a process that may live keeps the arena pinned."""
+        return any(s.pins_arena for s in (*self._attached.values(), *self._left.values()))
+
     def waiting(self) -> list[Session]:
         """Clients that left and are not yet known to be gone."""
         return list(self._left.values())
@@ -89,8 +103,7 @@ class Sessions:
     def tell_all(self, reply: pb.AttachReply) -> None:
         """Queue a message for everyone; a client that does not read is not waited for."""
         for session in self._attached.values():
-            if not session.outbox.full():
-                session.outbox.put_nowait(reply)
+            session.tell(reply)
 
     def end_all(self) -> None:
         """Close every stream from our side."""

@@ -180,6 +180,8 @@ class FakeDevice:
     def free(self, address: int) -> None:
         with self._lock:
             self._begin_call()
+            if self._memory.is_open(address):
+                self._fault("memory was freed while another process had it open")
             self._memory.free(address)
 
     def allocate_pinned(self, length: int) -> ByteArray:

@@ -56,6 +56,8 @@ class FakeMemory:
         self._ranges: list[_Range] = []
         self._starts: list[int] = []
         self._files: dict[int, _File] = {}
+        self._opened: dict[int, _File] = {}
+        """Exports that are open."""
         self._kept: list[ByteArray] = []
 
     def keep(self, memory: ByteArray) -> int:
@@ -92,10 +94,17 @@ class FakeMemory:
         file = self._files.get(int.from_bytes(handle[:8], "little"))
         if file is None:
             raise DeviceError("fake device: nothing is exported under this handle")
-        return self._open(file)
+        address = self._open(file)
+        self._opened[address] = file
+        return address
 
     def close_export(self, address: int) -> None:
         self._bury(address)
+        del self._opened[address]
+
+    def is_open(self, address: int) -> bool:
+        """Whether an allocation's export is: its memory may not go."""
+        return self._files.get(address) in self._opened.values()
 
     def _open(self, file: _File) -> int:
         address = self.keep(file.map())

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from kvstore.assembly import Workers, make_service, make_store
+from kvstore.assembly import Workers, make_service, make_store, open_gpu
 from kvstore.blockio import DirectIO, page_aligned
 from kvstore.config import Config
 from kvstore.directory import DirectoryWriter, filter_counters, header_bytes
@@ -42,9 +42,11 @@ from kvstore.store import READY, Store
 from kvstore.testing.clock import VirtualClock
 from kvstore.testing.disk import CachedDisk
 from kvstore.testing.engine import Engine, is_own_colour
+from kvstore.testing.fake_device import FakeDevice
 from kvstore.testing.faults import Decide, FaultyBlockIO, never
 from kvstore.testing.stepped import Commits, MemoryArena, SteppedIndex, SteppedNvme
 from kvstore.testing.virtual_loop import VirtualExecutor, VirtualLoop
+from kvstore.tier.gpu import GpuTier
 from kvstore.tier.host import HostTier
 from kvstore.types import NamespaceId, NamespaceKind
 
@@ -107,6 +109,7 @@ class Harness:
     ) -> None:
         self.config = config_of(directory, settings or {})
         self.random = Random(seed)
+        self._seed = seed
         self.clock = VirtualClock()
         self.commits = Commits()
         self.decide = decide
@@ -114,6 +117,7 @@ class Harness:
         self.disk: CachedDisk
         self.io: FaultyBlockIO
         self.arena: MemoryArena
+        self.device: FakeDevice
         self.store: Store
         self.service: Service
         self.servicer: ControlServicer
@@ -136,8 +140,10 @@ class Harness:
         self.fatal = None
         self.commits.schedule = None
         nvme = self._open_nvme() if self.config.nvme.enabled else None
-        host = self._open_host() if self.config.host.bytes else None
-        self.store = make_store(self.config, host, nvme, self._ids.__next__)
+        self.device = FakeDevice(self._seed)
+        gpu = open_gpu(self.config, self.device)
+        host = self._open_host(gpu) if self.config.host.bytes else None
+        self.store = make_store(self.config, host, nvme, self._ids.__next__, gpu)
         if nvme is not None:
             self.recovered = recover(self.store, nvme)
             self.commits.schedule = self._commit_later
@@ -170,7 +176,7 @@ class Harness:
         self._directory.mkdir(exist_ok=True, parents=True)
         return OurNvme.open(self._directory, config=self.config.nvme, io=self.io, clock=self.clock)
 
-    def _open_host(self) -> HostTier:
+    def _open_host(self, gpu: GpuTier | None) -> HostTier:
         host = self.config.host
         pool = SlabPool(
             host.bytes // host.slab_bytes,
@@ -182,13 +188,17 @@ class Harness:
         )
         namespaces_max = self.config.limits.namespaces_max
         counters = filter_counters(self.config.nvme.bytes_max if self.config.nvme.enabled else 0)
-        sizes = (pool.slots_max, namespaces_max, counters)
-        self.arena = MemoryArena(host.bytes, header_bytes(*sizes))
+        own_bytes = header_bytes(pool.slots_max, namespaces_max, counters)
+        beside = gpu.header_bytes(namespaces_max) if gpu is not None else 0
+        self.arena = MemoryArena(host.bytes, own_bytes + beside)
+        boot_id = next(self._ids)
+        if gpu is not None:
+            gpu.list_in(self.arena.header_memory, own_bytes, namespaces_max, boot_id)
         directory = DirectoryWriter(
             self.arena.header_memory,
             slots=pool.slots_max,
             namespaces_max=namespaces_max,
-            boot_id=next(self._ids),
+            boot_id=boot_id,
             counters=counters,
         )
         return HostTier(pool, self.arena, directory)
@@ -304,6 +314,8 @@ class Harness:
     def check(self) -> None:
         """Invariants of the store, and its bytes."""
         check_integrity(self.store)
+        if self.service.gpu is not None:
+            self.service.gpu.copies.check_integrity()
         self.check_bytes()
 
     def check_bytes(self) -> None:

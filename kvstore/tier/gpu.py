@@ -18,11 +18,12 @@ from dataclasses import asdict
 import numpy as np
 
 from kvstore.device import Device, Order
+from kvstore.directory import DirectoryWriter, header_bytes
 from kvstore.errors import DeviceError, check
 from kvstore.layout import align_up
 from kvstore.slab import SlabPool
 from kvstore.tier.base import Slots
-from kvstore.types import PAGE_BYTES, ClientId, IntArray, Tier, UIntArray
+from kvstore.types import PAGE_BYTES, ByteArray, ClientId, IntArray, Tier, UIntArray
 
 SLAB_BYTES = 256 << 20
 
@@ -34,6 +35,9 @@ class GpuTier:
     name = Tier.GPU
     is_durable = False
     is_addressable = True
+    directory: DirectoryWriter
+    """Where clients find what is here; see `list_in`."""
+    directory_at = 0
 
     def __init__(
         self,
@@ -57,6 +61,21 @@ class GpuTier:
         """Out of service: over the limit, or refused by the device."""
         self._slabs_max = self.pool.slabs
         self._refusal = ""
+        self._staging: ByteArray | None = None
+
+    def list_in(self, header: ByteArray, at: int, namespaces_max: int, boot_id: int) -> None:
+        """Keep the directory in the arena's header from byte `at` on."""
+        self.directory_at = at
+        self.directory = DirectoryWriter(
+            header[at:],
+            slots=self.pool.slots_max,
+            namespaces_max=namespaces_max,
+            boot_id=boot_id,
+        )
+
+    def header_bytes(self, namespaces_max: int) -> int:
+        """Size of that directory."""
+        return header_bytes(self.pool.slots_max, namespaces_max)
 
     # ------------------------------------------------------------------ slots
 
@@ -127,6 +146,21 @@ class GpuTier:
         """Enqueue GPU → host; the event after which the bytes are there. Its caller drops it."""
         return self._enqueue(destinations, self._addresses(slots), lengths)
 
+    def has_ended(self, event: int) -> bool:
+        """Whether the copies behind it have; then the event is dropped."""
+        if not self._device.is_done(event):
+            return False
+        self._device.drop_event(event)
+        return True
+
+    def staging(self, length: int) -> ByteArray:
+        """uint8[>= length] of pinned host memory, the same at every call: no copy runs from it."""
+        if self._staging is None or len(self._staging) < length:
+            if self._staging is not None:
+                self._device.free_pinned(self._staging)
+            self._staging = self._device.allocate_pinned(length)
+        return self._staging
+
     def _addresses(self, slots: Slots) -> UIntArray:
         return np.array([self.address_of(int(slot)) for slot in slots], np.uint64)
 
@@ -139,13 +173,15 @@ class GpuTier:
     # ------------------------------------------------------------------ who has slabs open
 
     def handles_for(self, client: ClientId) -> list[tuple[int, bytes]]:
-        """(slab, IPC handle) of every slab in service; the client counts as an opener of all."""
-        known = []
+        """(slab, IPC handle) of slabs in service that the client was not told of yet; it counts as
+        an opener of them from now on."""
+        fresh = []
         for slab, base in sorted(self._base.items()):
-            if slab not in self._closing:
-                self._openers.setdefault(slab, set()).add(client)
-                known.append((slab, self._device.export(base)))
-        return known
+            openers = self._openers.setdefault(slab, set())
+            if slab not in self._closing | self._retired and client not in openers:
+                openers.add(client)
+                fresh.append((slab, self._device.export(base)))
+        return fresh
 
     def acknowledge(self, client: ClientId, slab: int) -> None:
         """The client closed this slab. Repeated, or of a slab it never had: nothing changes."""
@@ -206,10 +242,15 @@ class GpuTier:
                 self._device.free(self._base.pop(slab))
                 self._openers.pop(slab, None)
         if not waiting:
-            self.resize(self._slabs_max * self.pool.slab_bytes)
+            self.resize(self.bytes_max)
         return waiting
 
     # ------------------------------------------------------------------ state and end
+
+    @property
+    def bytes_max(self) -> int:
+        """Of device memory, as `resize` said last."""
+        return self._slabs_max * self.pool.slab_bytes
 
     @property
     def allocated_bytes(self) -> int:
@@ -222,7 +263,7 @@ class GpuTier:
         return {
             "slabs": asdict(self.pool.statistics()),
             "allocated_bytes": self.allocated_bytes,
-            "bytes_max": self._slabs_max * self.pool.slab_bytes,
+            "bytes_max": self.bytes_max,
             "slabs_closing": len(self._closing),
             "device": {"index": self._device.index, "free_bytes": free, "total_bytes": total},
         }
@@ -253,5 +294,7 @@ class GpuTier:
         with suppress(DeviceError):
             for base in self._base.values():
                 self._device.free(base)
+            if self._staging is not None:
+                self._device.free_pinned(self._staging)
             self._device.drop_stream(self._stream)
         self._base.clear()

@@ -28,8 +28,8 @@ BLOCKS = 16
 class Gpu:
     """A device with paged KV for the engine's layout, and the transfer engine on it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.device = FakeDevice(1, mood="random")
+    def __init__(self, engine: Engine, device: FakeDevice | None = None) -> None:
+        self.device = device or FakeDevice(1, mood="random")
         self.compute = self.device.make_compute_stream()
         lanes = Lanes(self.device, now=time.monotonic, pause=lambda: self.device.advance(20))
         self.transfers = DeviceTransfers(lanes, ThreadPoolExecutor(2))

@@ -50,7 +50,7 @@ class StandIn(control_pb2_grpc.ControlServicer):
 
     def Resize(self, request: pb.ResizeRequest, context: grpc.ServicerContext) -> pb.ResizeReply:
         self.asked.append(request)
-        return pb.ResizeReply(host_bytes=request.host_bytes or 8 << 30)
+        return pb.ResizeReply(host_bytes=request.host_bytes or 8 << 30, gpu_bytes=request.gpu_bytes)
 
     def Verify(
         self, request: pb.VerifyRequest, context: grpc.ServicerContext
@@ -344,6 +344,13 @@ def test_resize(shell: Shell, daemon: StandIn, size: str, asked: int, said: str)
     assert shell.ask("resize", size) == 0
     assert daemon.asked[0].host_bytes == asked
     assert shell.out == f"the host tier fills at most {said} from now on\n"
+
+
+def test_resize_of_the_gpu_tier_leaves_the_host_tier_alone(shell: Shell, daemon: StandIn) -> None:
+    assert shell.ask("resize", "--gpu", "1 GiB") == 0
+    assert not daemon.asked[0].HasField("host_bytes")
+    assert shell.out == "the GPU tier fills at most 1 GiB from now on\n"
+    assert shell.ask("resize") == cli.EXIT_REFUSED
 
 
 def test_resize_names_what_is_no_size(shell: Shell, daemon: StandIn) -> None:

@@ -75,10 +75,22 @@ def test_leased_blocks_stay_until_their_lease_ends(full):
     assert filled(harness) == harness.store.host_tier.pool.slab_bytes < held
 
 
+def test_nothing_goes_while_a_device_has_the_arena_pinned(full):
+    harness, _, engine, _ = full
+    everything = filled(harness)
+    engine.session.pins_arena = True
+    resize(harness, engine, 1)
+    harness.sleep(1.0)
+    assert filled(harness) == everything
+    engine.die()
+    harness.sleep(2.0)
+    assert filled(harness) == harness.store.host_tier.pool.slab_bytes
+
+
 def test_pressure_shrinks_it_and_calm_lets_it_grow(full, tmp_path):
     harness, *_ = full
     told = tmp_path / "memory"
-    elastic = Elastic(harness.store, harness.service.writes._room, Pressure(told, 10.0))
+    elastic = Elastic(harness.store, harness.service.writes._room, Pressure(told, 10.0), bool)
     before = elastic.filled_bytes
 
     def after(now: float, percent: str) -> int:

@@ -105,6 +105,9 @@ def test_others_open_slabs_and_find_the_blocks(harness: Harness) -> None:
         slab, offset = harness.tier.place_of(slot)
         found = harness.device.bytes_at(opened[slab] + offset, SLOT)
         assert (found == slot % 251).all()
+    assert harness.tier.handles_for(ONE) == []  # told once
+    for base in opened.values():
+        harness.device.close_export(base)
 
 
 def test_memory_goes_back_after_blocks_and_openers_have_left(harness: Harness) -> None:
