@@ -46,6 +46,7 @@ from kvstore.places import FileLock, remove_stale_socket
 from kvstore.recovery import Recovered, recover
 from kvstore.rpc import control_pb2, control_pb2_grpc
 from kvstore.rpc.server import ControlServicer
+from kvstore.scheduling import short_turns, usual_turns
 from kvstore.service import Service
 from kvstore.statistics import statistics_of
 from kvstore.store import Store
@@ -113,7 +114,7 @@ class Daemon:
         remove_stale_socket(socket)
 
     def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
-        pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvstore-{name}")
+        pool = ThreadPoolExecutor(threads, f"kvstore-{name}", initializer=usual_turns)
         self._pools.append(pool)
         return pool
 
@@ -139,6 +140,7 @@ class Daemon:
         """Background thread: huge pages for the arena, a step at a time; serving does not wait for
         it.
         """
+        usual_turns()
         while not self._stop.is_set() and arena.collapse_next():
             pass
 
@@ -295,4 +297,5 @@ def serve(config: Config, on_ready: Callable[[Daemon], None] = lambda daemon: No
 
     # Worker threads that return from a copy or a read wait at most this long for the loop.
     sys.setswitchinterval(SWITCH_SECONDS)
+    short_turns()
     return uvloop.run(_serve(config, on_ready))

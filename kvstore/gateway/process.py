@@ -28,7 +28,7 @@ from kvstore.gateway.access import Access
 from kvstore.gateway.servicer import SERVICE_NAME, BlocksServicer, handlers
 from kvstore.logs import get_logger
 from kvstore.places import FileLock, remove_stale_socket
-from kvstore.rpc.chunks import MESSAGE_BYTES_MAX
+from kvstore.rpc.channels import BULK_OPTIONS
 
 EXIT_OK, EXIT_REFUSED = 0, 2
 SHORT_CALLS_MAX = 32
@@ -39,9 +39,7 @@ SWITCH_SECONDS = 0.0005
 WATCHDOG_EXTRA_SECONDS = 4.0
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    *BULK_OPTIONS,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
     ("grpc.http2.max_ping_strikes", 0),

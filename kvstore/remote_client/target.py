@@ -13,12 +13,10 @@ from typing import Any
 import grpc
 
 from kvstore.errors import ClientForked, ConfigError
-from kvstore.rpc.chunks import MESSAGE_BYTES_MAX
+from kvstore.rpc.channels import BULK_OPTIONS
 
 OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    *BULK_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
