@@ -37,4 +37,4 @@ def _set_turn(turn_ns: int) -> bool:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, 0, 0, nice, 0, turn_ns, 0, 0)
-    return ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0
+    return bool(ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0)

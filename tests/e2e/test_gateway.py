@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import grpc
@@ -32,7 +30,7 @@ from kvstore.rpc import blocks_pb2 as pb
 from kvstore.types import BlockStatus, NamespaceKind, Tier
 from tests.conftest import DaemonProcess
 from tests.e2e.gateway_kit import LARGE, SMALL, Blocks, RawBlocks, address, each, serving
-from tests.e2e.kit import SECONDS_MAX, assert_books, eventually, new_daemon, running
+from tests.e2e.kit import SECONDS_MAX, assert_books, eventually, running
 
 CHAINED, FLAT = NamespaceKind.CHAINED, NamespaceKind.FLAT
 
@@ -346,35 +344,6 @@ def test_a_place_that_is_taken_is_refused_and_left_alone(daemon, gateway, client
             pass
     Blocks(client).put(1, 1)
     assert gateway.socket.exists()
-
-
-@pytest.mark.slow
-def test_the_process_serves_drains_and_leaves_no_socket(tmp_path):
-    daemon = new_daemon()
-    try:
-        daemon.start()
-        socket = tmp_path / "g"
-        flags = ["--set", f"gateway.socket={socket}", "--address", "off"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.cli", "gateway", "--socket", str(daemon.socket), *flags]
-        )
-        with RemoteClient(f"unix:{socket}", deadline_seconds=SECONDS_MAX) as client:
-            eventually(lambda: _describes(client), "the gateway serves")
-            blocks = Blocks(client)
-            blocks.put(1, 2)
-            process.terminate()
-            assert process.wait(SECONDS_MAX) == 0
-        assert not socket.exists()
-    finally:
-        daemon.clean()
-
-
-def _describes(client: RemoteClient) -> bool:
-    try:
-        client.describe()
-    except PeerGone:
-        return False
-    return True
 
 
 def test_cold_keys_from_the_middle_of_a_list_are_those_keys(make_daemon):
