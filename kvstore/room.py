@@ -218,7 +218,8 @@ class OpenEnds:
         oldest = now - self._store.config.lease.write_seconds
         while self._ends and next(iter(self._ends.values())) < oldest:
             self._ends.popitem(last=False)
-        slots = self._store.host_tier.pool.slots_of_class(slot_bytes).size
+        host = self._store.host_tier
+        slots = host.pool.slots_of_class(host.slot_bytes_for(slot_bytes)).size
         most = min(max(1, slots // ENDS_SHARE), max(0, slots - 1))
         rows = self._store.catalog.rows(b"".join(list(self._ends)[-most:] if most else ()))
         known: IntArray = rows[rows != ABSENT_ROW]

@@ -17,6 +17,7 @@ from store_kit import (
     tokens,
 )
 
+from kvstore.layout import BlockLayout
 from kvstore.store import READY
 from kvstore.types import NamespaceKind
 
@@ -276,3 +277,13 @@ def test_a_chain_that_fills_all_room_is_whole_and_then_makes_room_for_others(mak
     other = harness.chain(space, tokens(3, seed=1))
     assert harness.wait(engine.store(space, other)) == [STORED] * 3
     assert harness.wait(engine.read_directory(space, longest)) == room - 3
+
+
+def test_blocks_below_the_smallest_slot_are_stored_like_all(make_harness):
+    harness = make_harness(HOST_ONLY)
+    layout = BlockLayout(4, 1, 1000)
+    assert layout.slot_bytes < harness.config.host.slot_bytes_min
+    space, engine = harness.declare("small", layout), harness.engine()
+    chain = harness.chain(space, tokens(3))
+    assert harness.wait(engine.store(space, chain, anonymous=True)) == [STORED] * 3
+    assert harness.wait(engine.read_directory(space, chain)) == 3
