@@ -26,15 +26,15 @@ from kvstore.types import BoolArray, FloatArray, IntArray, ReplicaState, Tier
 _ABSENT, _READY = int(ReplicaState.ABSENT), int(ReplicaState.READY)
 _NONE: IntArray = np.empty(0, np.int64)
 
-_BATCH = 16
-"""Victims a search provides at least; what the caller did not ask for is kept for its next call."""
-_SAMPLES_A_VICTIM = 32
-_SAMPLES_MAX = 8192
+_BATCH = 64
+"""Victims a search provides; what the caller did not ask for is kept for its next call."""
+_SHARE = 8
+"""Of what a search found, it provides the lowest eighth, or as many as were asked for."""
+_SAMPLE = 8192
 _KNOWN_A_VICTIM = 4
 """Candidates a victim is chosen from at least, where there are as many."""
 _CHAINS = 16
 """Leaves whose ancestors are looked at too, and one more for each so many victims."""
-_SPARE = 256
 _FOLLOWERS = 64
 _PATIENCE = 16
 _CREDIT_MAX = 1 << 18
@@ -151,8 +151,6 @@ class _Pool:
     """Slots of the next victims, lowest score first."""
     ceiling: float = -np.inf
     """Highest score in the queue when it was made."""
-    spare: IntArray = field(default_factory=lambda: _NONE)
-    """Slots of candidates that were not low enough for the queue."""
     followers: IntArray = field(default_factory=lambda: _NONE)
     """Slots of earlier victims' parents, which may be leaves by now, and of those victims."""
     patience: int = 0
@@ -164,9 +162,9 @@ class _Pool:
 class VictimPicker:
     """Finds which replicas of one slot size leave next.
 
-    Small sizes are ranked whole. Larger ones are sampled, and candidates that were not taken are
-    kept for later; parents of earlier victims are candidates too. Where that is not enough, windows
-    of the whole are scanned, in proportion to the victims they serve. No pick takes over 2 ms.
+    A catalog of one window is ranked whole. Of a larger one a sample is, and what is known from
+    before: victims not taken, parents of those taken. Where that is not enough, windows of the
+    whole are scanned, in proportion to the victims they serve. No pick takes over 2 ms.
     """
 
     def __init__(
@@ -194,21 +192,18 @@ class VictimPicker:
         """
         if count <= 0 or not held.size:
             return _NONE
-        pool = self._pool_of(held, tier)
-        found = self._next_in_line(pool, tier, count, now)
-        if found is None:
-            found = self._search(pool, tier, count, now)
-        chosen = found[:count]
-        self._follow(pool, tier, chosen)
-        pool.credit = min(_CREDIT_MAX, pool.credit + _SCAN_ROWS_A_VICTIM * chosen.size)
+        chosen = self._lowest(held, tier, count, now)
+        self._follow(held, tier, chosen)
         return chosen
 
     def choose(self, held: IntArray, tier: Tier, count: int, now: float) -> IntArray:
         """Up to `count` rows to evict together: the lowest leaves of `pick`, and ancestors that are
         leaves once those are gone. Children come before their parents.
         """
-        leaves = self.pick(held, tier, min(count, _CHAINS + count // _CHAINS), now)
-        if count <= 1 or not leaves.size:
+        if count <= 1 or not held.size:
+            return self.pick(held, tier, count, now)
+        leaves = self._lowest(held, tier, min(count, _CHAINS + count // _CHAINS), now)
+        if not leaves.size:
             return leaves
         chains: list[list[int]] = []
         known = set(leaves.tolist())
@@ -226,7 +221,17 @@ class VictimPicker:
                 np.maximum.accumulate(run, out=run)
             start += len(chain)
         chosen = rows[scores.argsort(kind="stable")[:count]]
-        self._follow(self._pool_of(held, tier), tier, chosen)
+        self._follow(held, tier, chosen)
+        return chosen
+
+    def _lowest(self, held: IntArray, tier: Tier, count: int, now: float) -> IntArray:
+        """Up to `count` rows that may leave now, lowest first."""
+        pool = self._pool_of(held, tier)
+        found = self._next_in_line(pool, tier, count, now)
+        if found is None:
+            found = self._search(pool, tier, count, now)
+        chosen = found[:count]
+        pool.credit = min(_CREDIT_MAX, pool.credit + _SCAN_ROWS_A_VICTIM * chosen.size)
         return chosen
 
     def _chain_from(self, leaf: int, tier: Tier, most: int, known: set[int]) -> list[int]:
@@ -301,23 +306,22 @@ class VictimPicker:
         return self._catalog.replicas(tier).slot[rows]
 
     def _search(self, pool: _Pool, tier: Tier, count: int, now: float) -> IntArray:
-        """A fresh look: at all slots if they are few, else at a sample and what is known."""
-        held = pool.held
-        batch = max(count, _BATCH)
-        size = min(_SAMPLES_A_VICTIM * batch, _SAMPLES_MAX)
-        if held.size <= size:
-            rows = self._may_leave(held, tier)
+        """A fresh look: at everything if that is little, else at a sample and what is known."""
+        held, end = pool.held, self._catalog.rows_end
+        is_whole = end <= _WINDOW
+        if is_whole:
+            rows = self._leaves_in(pool, tier, 0, end)
         else:
-            sample = held[self._rng.integers(held.size, size=size)]
-            known = (pool.followers, pool.queue, pool.spare, sample)
-            rows = self._may_leave(np.concatenate(known), tier)
-            if rows.size < _KNOWN_A_VICTIM * batch:
-                rows = self._scan(pool, tier, rows, _KNOWN_A_VICTIM * batch, now)
+            sample = held[self._rng.integers(held.size, size=min(_SAMPLE, held.size))]
+            rows = self._may_leave(np.concatenate((pool.followers, pool.queue, sample)), tier)
+            wanted = _KNOWN_A_VICTIM * max(count, _CHAINS)
+            if rows.size < wanted:
+                rows = self._scan(pool, tier, rows, wanted, now)
         rows, scores = self._rank(rows, tier, now)
-        pool.queue = self._slots_of(rows[count:batch], tier)
-        pool.spare = self._slots_of(rows[batch : batch + _SPARE], tier)
-        pool.ceiling = float(scores[:batch][-1]) if rows.size else -np.inf
-        pool.patience = _PATIENCE if rows.size < count and held.size > size else 0
+        last = max(count, min(_BATCH, rows.size // _SHARE))
+        pool.queue = self._slots_of(rows[count:last], tier)
+        pool.ceiling = float(scores[:last][-1]) if rows.size else -np.inf
+        pool.patience = _PATIENCE if rows.size < count and not is_whole else 0
         return rows
 
     def _scan(self, pool: _Pool, tier: Tier, rows: IntArray, wanted: int, now: float) -> IntArray:
@@ -334,27 +338,29 @@ class VictimPicker:
             start = pool.cursor if pool.cursor < end else 0
             pool.cursor = min(start + _WINDOW, end)
             pool.credit = max(0, pool.credit - _WINDOW)
-            rows = distinct(np.concatenate((rows, self._leaves_in(pool, tier, start))))
+            more = self._leaves_in(pool, tier, start, pool.cursor)
+            rows = distinct(np.concatenate((rows, more)))
             if rows.size >= wanted:
                 break
         if not rows.size and windows > 2:
             pool.scan_after = now + _SCAN_PAUSE_SECONDS * windows
         return rows
 
-    def _leaves_in(self, pool: _Pool, tier: Tier, start: int) -> IntArray:
-        """Rows from `start` to the cursor that may leave and lie in this size's slots.
+    def _leaves_in(self, pool: _Pool, tier: Tier, start: int, stop: int) -> IntArray:
+        """Rows in [start, stop) that may leave and lie in this size's slots.
 
         `_may_leave` over neighbouring rows: 20 times as fast as row by row.
         """
-        window = slice(start, pool.cursor)
+        window = slice(start, stop)
         rows = start + np.flatnonzero(self._is_free(window, tier) & self._is_leaf(window, tier))
         slots = self._slots_of(rows, tier)
         at = pool.held.searchsorted(slots)
         is_ours: BoolArray = pool.held[np.minimum(at, pool.held.size - 1)] == slots
         return rows[is_ours]
 
-    def _follow(self, pool: _Pool, tier: Tier, victims: IntArray) -> None:
+    def _follow(self, held: IntArray, tier: Tier, victims: IntArray) -> None:
         """Remember the victims' parents, which are leaves without them, and victims not evicted."""
+        pool = self._pool_of(held, tier)
         parents = self._catalog.parent[victims].astype(np.int64)
         slots = self._slots_of(distinct(parents[parents >= 0]), tier)
         latest = (slots[slots >= 0], self._slots_of(victims, tier), pool.followers)

@@ -1,7 +1,8 @@
 """What is remembered of blocks that left: last use, uses and shape, by the start of their name.
 
-Primitive: `Ghosts`, a hash table in numpy columns, eight entries to a set; in a full set the entry
-used longest ago makes way. For judgement only: names are cut to 8 bytes, so it is never identity.
+Primitives: `Ghosts`, a hash table in numpy columns, eight entries to a set; in a full set the entry
+used longest ago makes way. `keys_of`, the names it takes. For judgement only: names are cut to 4
+bytes, so it is never identity.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.catalog import Catalog
 from kvstore.types import ByteArray, FloatArray, IntArray
 
 WAYS = 8
@@ -27,16 +29,24 @@ class Remembered:
     shapes: IntArray
 
 
+def keys_of(catalog: Catalog, rows: IntArray) -> NDArray[np.uint32]:
+    """The first 4 bytes of each name."""
+    keys: NDArray[np.uint32] = catalog.fingerprints[rows, :4].copy().view(np.uint32)[:, 0]
+    return keys
+
+
 class Ghosts:
-    """18 bytes an entry."""
+    """10 bytes an entry. Times are kept to 24 bits from the first one on: to 1 s in half a year."""
 
     def __init__(self) -> None:
+        self._from: float | None = None
+        """Time that `_last_use` counts from."""
         self._allocate(_SETS_MIN)
 
     def _allocate(self, sets: int) -> None:
-        self._keys: NDArray[np.uint64] = np.zeros((sets, WAYS), np.uint64)
+        self._keys: NDArray[np.uint32] = np.zeros((sets, WAYS), np.uint32)
         # Unused entries are the oldest of all.
-        self._last_use: FloatArray = np.full((sets, WAYS), -np.inf)
+        self._last_use: NDArray[np.float32] = np.full((sets, WAYS), -np.inf, np.float32)
         self._uses: ByteArray = np.zeros((sets, WAYS), np.uint8)
         self._shapes: ByteArray = np.zeros((sets, WAYS), np.uint8)
 
@@ -52,70 +62,75 @@ class Ghosts:
 
     def entries(self, start: int, stop: int) -> Remembered:
         """Those in use among slots [start, stop)."""
-        window = slice(start, stop)
-        used = self._last_use.reshape(-1)[window] > -np.inf
-        return Remembered(
-            self._last_use.reshape(-1)[window][used],
-            self._uses.reshape(-1)[window][used].astype(np.int64),
-            self._shapes.reshape(-1)[window][used].astype(np.int64),
-        )
+        window = np.arange(start, min(stop, self.slots))
+        at = (window // WAYS, window % WAYS)
+        used = self._last_use[at] > -np.inf
+        return self._read((at[0][used], at[1][used]))
 
-    def take(self, keys: NDArray[np.uint64]) -> tuple[IntArray, Remembered]:
+    def take(self, keys: NDArray[np.uint32]) -> tuple[IntArray, Remembered]:
         """Positions in `keys` of those remembered, and what is; they are forgotten."""
-        sets = (keys % np.uint64(len(self._keys))).astype(np.int64)
+        sets = self._sets_of(keys)
         same = (self._keys[sets] == keys[:, None]) & (self._last_use[sets] > -np.inf)
         found, ways = same.nonzero()
         at = (sets[found], ways)
-        known = Remembered(
-            self._last_use[at], self._uses[at].astype(np.int64), self._shapes[at].astype(np.int64)
-        )
+        known = self._read(at)
         self._last_use[at] = -np.inf
         return found, known
 
-    def put(self, keys: NDArray[np.uint64], new: Remembered) -> Remembered:
+    def put(self, keys: NDArray[np.uint32], new: Remembered) -> Remembered:
         """Remember blocks that are not yet; returns what made way."""
-        sets = (keys % np.uint64(len(self._keys))).astype(np.int64)
+        if self._from is None:
+            self._from = float(new.last_use.min(initial=0.0))
+        sets = self._sets_of(keys)
         lost: list[Remembered] = []
         left = np.arange(len(keys))
         while left.size:
-            # One a set and round, so that each sees what the one before made of it.
-            order = sets[left].argsort(kind="stable")
-            is_first = np.ones(order.size, np.bool_)
-            np.not_equal(sets[left[order[1:]]], sets[left[order[:-1]]], out=is_first[1:])
-            now = left[order[is_first]]
+            now, left = _one_a_set(left, sets)
             at = (sets[now], self._last_use[sets[now]].argmin(axis=1))
             old = self._last_use[at] > -np.inf
             if np.count_nonzero(old):
-                gone = (at[0][old], at[1][old])
-                lost.append(
-                    Remembered(
-                        self._last_use[gone],
-                        self._uses[gone].astype(np.int64),
-                        self._shapes[gone].astype(np.int64),
-                    )
-                )
+                lost.append(self._read((at[0][old], at[1][old])))
             self._keys[at] = keys[now]
-            self._last_use[at] = new.last_use[now]
+            self._last_use[at] = new.last_use[now] - self._from
             self._uses[at] = np.minimum(new.uses[now], USES_MAX)
             self._shapes[at] = new.shapes[now]
-            left = left[order[~is_first]]
         return joined(lost)
 
     def grow(self, slots: int) -> Remembered:
         """Room for at least `slots` entries; returns what did not fit."""
-        used = self._last_use > -np.inf
-        keys = self._keys[used]
-        kept = Remembered(
-            self._last_use[used],
-            self._uses[used].astype(np.int64),
-            self._shapes[used].astype(np.int64),
-        )
+        sets, ways = (self._last_use > -np.inf).nonzero()
+        keys, kept = self._keys[sets, ways], self._read((sets, ways))
         self._allocate(-(-slots // WAYS))
         return self.put(keys, kept)
+
+    def _sets_of(self, keys: NDArray[np.uint32]) -> IntArray:
+        sets: IntArray = keys.astype(np.int64) % len(self._keys)
+        return sets
+
+    def _read(self, at: tuple[IntArray, IntArray]) -> Remembered:
+        last_use = self._last_use[at].astype(np.float64)
+        if self._from is not None:
+            last_use += self._from
+        return Remembered(
+            last_use, self._uses[at].astype(np.int64), self._shapes[at].astype(np.int64)
+        )
+
+
+def _one_a_set(left: IntArray, sets: IntArray) -> tuple[IntArray, IntArray]:
+    """Positions whose sets differ, and the rest: each is to see what the one before made of it."""
+    order = sets[left].argsort(kind="stable")
+    ranked = sets[left[order]]
+    is_same = ranked[1:] == ranked[:-1]
+    if not np.count_nonzero(is_same):
+        return left, left[:0]
+    is_first = np.append(True, ~is_same)
+    return left[order[is_first]], left[order[~is_first]]
 
 
 def joined(pieces: list[Remembered]) -> Remembered:
     """One after the other."""
+    if len(pieces) == 1:
+        return pieces[0]
     if not pieces:
         return Remembered(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
     return Remembered(

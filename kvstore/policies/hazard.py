@@ -52,14 +52,16 @@ class Intervals:
         self.ends: FloatArray = np.zeros((classes, BUCKETS))
         self.rests: FloatArray = np.zeros((classes, BUCKETS))
 
-    def add(self, classes: IntArray, ages: FloatArray) -> None:
-        """Intervals that ended, or have lasted until now."""
+    def add(self, classes: IntArray, ages: FloatArray) -> FloatArray:
+        """Intervals that ended, or have lasted until now; how many in each class and bucket."""
         buckets = buckets_of(ages)
         flat = classes * BUCKETS + buckets
-        size = self.ends.size
         rests = np.clip(ages - _LOW[buckets], 0.0, _WIDTHS[buckets])
-        self.ends += np.bincount(flat, minlength=size).reshape(self.ends.shape)
-        self.rests += np.bincount(flat, weights=rests, minlength=size).reshape(self.ends.shape)
+        shape, size = self.ends.shape, self.ends.size
+        added = np.bincount(flat, minlength=size).reshape(shape).astype(np.float64)
+        self.ends += added
+        self.rests += np.bincount(flat, weights=rests, minlength=size).reshape(shape)
+        return added
 
     def grow(self, classes: int) -> None:
         """More classes, without intervals."""
@@ -78,12 +80,13 @@ class Intervals:
 
 
 class Hazard:
-    """The curves. `closed` and `cut` (left unobserved) are added to; `fit` makes them count."""
+    """The curves. `closed` and `cut` add to what is known; `fit` makes it count."""
 
     def __init__(self, groups: IntArray) -> None:
         """`groups` int64[classes]: number of each class's group, from 0."""
-        self.closed = Intervals(0)
-        self.cut = Intervals(0)
+        self._uses: FloatArray = np.zeros((0, BUCKETS))
+        self._ended = Intervals(0)
+        """Those that ended with a use, and those left unobserved."""
         self._groups: IntArray
         self._rates: FloatArray
         self._index: FloatArray
@@ -93,23 +96,31 @@ class Hazard:
 
     @property
     def classes(self) -> int:
-        return len(self.closed.ends)
+        return len(self._uses)
 
     def grow(self, groups: IntArray) -> None:
         """More classes; they begin as the others taken together."""
         self._groups = groups
-        self.closed.grow(groups.size)
-        self.cut.grow(groups.size)
+        self._uses = np.concatenate((self._uses, np.zeros((groups.size - self.classes, BUCKETS))))
+        self._ended.grow(groups.size)
         self.fit(Intervals(groups.size))
+
+    def closed(self, classes: IntArray, ages: FloatArray) -> None:
+        """Intervals that a use ended."""
+        self._uses += self._ended.add(classes, ages)
+
+    def cut(self, classes: IntArray, ages: FloatArray) -> None:
+        """Intervals of which nothing more will be known."""
+        self._ended.add(classes, ages)
 
     @property
     def nbytes(self) -> int:
-        tables = (self._rates, self._index, self._reached)
-        return self.closed.nbytes + self.cut.nbytes + sum(table.nbytes for table in tables)
+        tables = (self._uses, self._rates, self._index, self._reached)
+        return self._ended.nbytes + sum(table.nbytes for table in tables)
 
     def index(self, classes: IntArray, ages: FloatArray) -> FloatArray:
         """Uses a second to expect at best, float64[n]."""
-        return self._index[classes, buckets_of(ages)]
+        return self._index[self._groups[classes], buckets_of(ages)]
 
     def chance(self, classes: IntArray, ages: FloatArray, seconds: float) -> FloatArray:
         """Probability of a use within `seconds` from now, float64[n]."""
@@ -118,20 +129,20 @@ class Hazard:
 
     def fit(self, still_open: Intervals) -> None:
         """New curves, from what was added and the intervals that are open now."""
-        events = self.closed.ends
-        ends = events + self.cut.ends + still_open.ends
+        events = self._uses
+        ends = self._ended.ends + still_open.ends
         longer = ends.sum(axis=1, keepdims=True) - ends.cumsum(axis=1)
-        exposure = longer * _WIDTHS + self.closed.rests + self.cut.rests + still_open.rests
+        exposure = longer * _WIDTHS + self._ended.rests + still_open.rests
         pooled = _continued(events.sum(axis=0), exposure.sum(axis=0))
         groups = self._by_group(events), self._by_group(exposure)
         group_rates = _smoothed(*groups, pooled)
-        self._index = _best_rates(group_rates)[self._groups]
+        self._index = _best_rates(group_rates)
         self._rates = _smoothed(events, exposure, group_rates[self._groups])
         steps = self._rates * _WIDTHS
         self._reached = steps.cumsum(axis=1) - steps
         if events.sum() > _CLOSED_MAX:
-            self.closed.fade()
-            self.cut.fade()
+            self._uses *= 0.5
+            self._ended.fade()
 
     def _by_group(self, numbers: FloatArray) -> FloatArray:
         summed = np.zeros((int(self._groups.max()) + 1, BUCKETS))

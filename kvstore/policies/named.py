@@ -8,10 +8,9 @@ stand for the ends of their queues. They know no costs, and admit and promote ev
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.catalog import Catalog
-from kvstore.policies.ghosts import Ghosts, Remembered
+from kvstore.policies.ghosts import Ghosts, Remembered, keys_of
 from kvstore.policy import UNKNOWN_REQUEST, LruLeaf, RequestShape, lru_order
 from kvstore.types import ByteArray, FloatArray, IntArray, ReplicaState, Tier
 
@@ -38,10 +37,6 @@ class _WithGhosts(LruLeaf):
         self._ghosts = Ghosts()
         self._queue: ByteArray = np.zeros(len(catalog.parent), np.uint8)
 
-    def _keys(self, rows: IntArray) -> NDArray[np.uint64]:
-        keys: NDArray[np.uint64] = self._catalog.fingerprints[rows, :8].copy().view(np.uint64)[:, 0]
-        return keys
-
     def _follow_catalog(self) -> None:
         if len(self._queue) < len(self._catalog.parent):
             grown = np.zeros(len(self._catalog.parent), np.uint8)
@@ -62,7 +57,7 @@ class _WithGhosts(LruLeaf):
         if self._ghosts.slots < len(catalog):
             self._ghosts.grow(2 * len(catalog))
         uses, queues = catalog.uses[rows].astype(np.int64), self._queue[rows].astype(np.int64)
-        self._ghosts.put(self._keys(rows), Remembered(catalog.last_use[rows], uses, queues))
+        self._ghosts.put(keys_of(catalog, rows), Remembered(catalog.last_use[rows], uses, queues))
         return rows
 
 
@@ -81,7 +76,7 @@ class Arc(_WithGhosts):
     def inserted(self, rows: IntArray, now: float, request: RequestShape = UNKNOWN_REQUEST) -> None:
         """New blocks are used once; what a ghost remembers more often."""
         rows = self._new(rows)
-        found, known = self._ghosts.take(self._keys(rows))
+        found, known = self._ghosts.take(keys_of(self._catalog, rows))
         self._queue[rows] = 0
         self._queue[rows[found]] = 1
         for queue in (0, 1):
@@ -144,7 +139,7 @@ class S3Fifo(_WithGhosts):
     def inserted(self, rows: IntArray, now: float, request: RequestShape = UNKNOWN_REQUEST) -> None:
         """New blocks go to the small queue, remembered ones to the main one."""
         rows = self._new(rows)
-        found, _ = self._ghosts.take(self._keys(rows))
+        found, _ = self._ghosts.take(keys_of(self._catalog, rows))
         self._queue[rows] = 0
         self._queue[rows[found]] = 1
         self._small += rows.size - found.size
@@ -165,7 +160,7 @@ class S3Fifo(_WithGhosts):
         rows = self._gone(rows, tier)
         is_main = self._queue[rows] == 1
         self._small = max(0, self._small - int(np.count_nonzero(~is_main)))
-        self._ghosts.take(self._keys(rows[is_main]))
+        self._ghosts.take(keys_of(self._catalog, rows[is_main]))
         if np.count_nonzero(is_main):
             turn = float((now - self._entered[rows[is_main]]).mean())
             self._turn_seconds += (turn - self._turn_seconds) / 16

@@ -5,24 +5,24 @@ whether it would hold a block follows from the block's last use and from the *fr
 since which just so many different blocks were used. Blocks used since are counted by epochs of
 1/64 of the room; nothing is kept a block.
 
-State: the value order decides, until LRU would have saved more by 5 % over a whole window (as many
-touches as four times the room, at least 2,048): a guard against workloads it reads wrongly, not a
-referee of small differences, since a change of order costs something too. Then LRU's order decides
-for 1, 2, 4 … 64 windows before the value order is tried again; a window it wins halves that number.
-So what it can lose to LRU is one window, and then ever rarer ones.
+A *window* is as many touches as the room has blocks (at least 2,048): in less LRU cannot have
+changed all it holds. The value order decides until it has lost to LRU what LRU saves in a window;
+what it won earlier makes up for losses, up to as much again. So no constant says what is a loss
+worth minding: one window is what it may cost. Then LRU's order decides for 1, 2, 4 … 64 windows
+before the value order is tried again; a window that this wins halves the number.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvstore.types import BoolArray, FloatArray
+from kvstore.types import FloatArray
 
 _EPOCHS = 64
 _EPOCHS_MAX = 2 * _EPOCHS
-_MARGIN = 0.05
-_WINDOW_ROOMS = 4
 _WINDOW_MIN = 2048
+_WINDOWS_REMEMBERED = 8
+"""What LRU saves in a window is a mean over about so many."""
 _PENALTY_MAX = 64
 
 
@@ -34,67 +34,89 @@ class Shadow:
         """Blocks the real cache holds; infinite while nothing had to leave."""
         self.is_leading = False
         """LRU's order decides."""
-        self._starts: FloatArray = np.zeros(1)
-        self._counts: FloatArray = np.zeros(1)
+        self._starts: FloatArray = np.array([-np.inf, 0.0])
+        """When each epoch began; the first stands for what LRU would have dropped."""
+        self._counts: FloatArray = np.zeros(2)
         self._penalty = 1
         self._serving = 0
         self._seen = 0
         self._ahead = 0.0
         """Seconds the real cache saved in this window beyond what LRU would have."""
         self._saved = 0.0
+        """Seconds LRU would have saved in this window."""
+        self._balance = 0.0
+        """Seconds won by the value order, or lost; at most a window's worth."""
+        self._window_saves: float | None = None
 
-    def holds(self, last_use: FloatArray) -> BoolArray:
-        """Whether LRU would still hold blocks used last at these times, bool[n]."""
-        held: BoolArray = last_use >= self._starts[0]
-        return held
-
-    def moved(self, last_use: FloatArray, new: int, now: float) -> None:
-        """Blocks last used at `last_use` were used now, and `new` others for the first time."""
+    def used(self, last_use: FloatArray, seconds: FloatArray, now: float, *, held: bool) -> None:
+        """Blocks last used at `last_use` were used now, which saved so many seconds of prefill, or
+        would have: whether the real cache `held` them.
+        """
         at = self._starts.searchsorted(last_use, side="right") - 1
-        at = at[at >= 0]
-        if at.size:
-            self._counts -= np.bincount(at, minlength=self._counts.size)
-        self._counts[-1] += len(last_use) + new
-        self._seen += len(last_use) + new
+        epochs = self._counts.size
+        self._counts -= np.bincount(at, minlength=epochs)
+        self._counts[-1] += at.size
+        saved = float(seconds.sum())
+        dropped = float(np.bincount(at, seconds, epochs)[0])
+        ours, theirs = (dropped, 0.0) if held else (0.0, saved - dropped)
+        self._seen += at.size
+        self._judge(ours, theirs, saved - dropped)
+        self._advance(now)
+
+    def came(self, new: int, now: float) -> None:
+        """So many blocks were used for the first time."""
+        self._counts[-1] += new
+        self._seen += new
         self._advance(now)
 
     def _advance(self, now: float) -> None:
-        room = min(self.room, 8.0 * self._counts.sum())
-        most = max(8.0, room / _EPOCHS)
-        if self._counts[-1] >= most and now > self._starts[-1]:
-            # What comes at a later time than now belongs to the next one.
-            self._starts = np.append(self._starts, np.nextafter(now, np.inf))
-            self._counts = np.append(self._counts, 0.0)
-        total = self._counts.sum()
+        if self._counts[-1] < max(8.0, self.room / _EPOCHS) or now <= self._starts[-1]:
+            return
+        # What comes at a later time than now belongs to the next one.
+        self._starts = np.append(self._starts, np.nextafter(now, np.inf))
+        self._counts = np.append(self._counts, 0.0)
+        total = float(self._counts[1:].sum())
         drop = 0
-        while drop < self._counts.size - 1 and total - self._counts[drop] / 2 >= room:
-            total -= self._counts[drop]
+        while total - self._counts[drop + 1] / 2 >= self.room:
             drop += 1
+            total -= float(self._counts[drop])
         if drop:
-            self._starts, self._counts = self._starts[drop:], self._counts[drop:]
+            self._starts = np.concatenate((self._starts[:1], self._starts[drop + 1 :]))
+            self._counts = np.concatenate((self._counts[:1], self._counts[drop + 1 :]))
         if self._counts.size > _EPOCHS_MAX:
             self._merge()
 
     def _merge(self) -> None:
         """Older epochs, many of whose blocks were used since, two and two together."""
-        half = self._counts.size // 4 * 2
-        pairs = self._counts[:half].reshape(-1, 2).sum(axis=1)
-        self._starts = np.concatenate((self._starts[:half:2], self._starts[half:]))
-        self._counts = np.concatenate((pairs, self._counts[half:]))
+        first, end = self._counts[:1], 1 + self._counts.size // 4 * 2
+        pairs = self._counts[1:end].reshape(-1, 2).sum(axis=1)
+        self._starts = np.concatenate((self._starts[:1], self._starts[1:end:2], self._starts[end:]))
+        self._counts = np.concatenate((first, pairs, self._counts[end:]))
 
-    def judge(self, ours: float, theirs: float, both: float) -> None:
-        """Seconds saved by blocks only we held, only LRU would have held, and both."""
+    def _judge(self, ours: float, theirs: float, by_lru: float) -> None:
+        """Seconds saved by blocks only we held, only LRU would have, and all that it would have."""
         self._ahead += ours - theirs
-        self._saved += theirs + both
-        if self._seen < max(_WINDOW_MIN, _WINDOW_ROOMS * min(self.room, 1 << 40)):
-            return
-        lost = self._ahead < -_MARGIN * self._saved
+        self._saved += by_lru
+        limit = self._window_saves
+        if not self.is_leading and limit is not None:
+            self._balance = min(self._balance + ours - theirs, limit)
+            if self._balance < -limit:
+                self.is_leading, self._serving = True, self._penalty
+                self._penalty = min(_PENALTY_MAX, 2 * self._penalty)
+                self._balance = 0.0
+                self._begin_window()
+        if self._seen >= max(_WINDOW_MIN, self.room):
+            self._end_window()
+
+    def _end_window(self) -> None:
+        before = self._saved if self._window_saves is None else self._window_saves
+        self._window_saves = before + (self._saved - before) / _WINDOWS_REMEMBERED
         if self.is_leading:
             self._serving -= 1
             self.is_leading = self._serving > 0
-        elif lost:
-            self.is_leading, self._serving = True, self._penalty
-            self._penalty = min(_PENALTY_MAX, 2 * self._penalty)
-        else:
+        elif self._ahead > 0.0:
             self._penalty = max(1, self._penalty // 2)
+        self._begin_window()
+
+    def _begin_window(self) -> None:
         self._seen, self._ahead, self._saved = 0, 0.0, 0.0

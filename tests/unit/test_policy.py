@@ -125,8 +125,8 @@ def test_of_blocks_used_together_the_deepest_goes_first(host):
 
 
 def test_a_long_chain_is_evicted_from_its_end_with_few_scans(monkeypatch):
-    host = Host(20_000)
-    rows = host.chain(20_000, 1.0)
+    host = Host(40_000)
+    rows = host.chain(40_000, 1.0)
     scans = []
     scan = VictimPicker._leaves_in
     monkeypatch.setattr(VictimPicker, "_leaves_in", lambda *args: scans.append(args) or scan(*args))
