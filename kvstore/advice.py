@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvstore.hints import TokenHint
 from kvstore.matching import MatchResult
 from kvstore.mover import Mover
 from kvstore.namespaces import Namespace
@@ -19,7 +20,6 @@ from kvstore.prefetch import Prefetcher
 from kvstore.promotion import LoadStream
 from kvstore.store import READY, Store
 from kvstore.types import ClientId, LeaseId, NamespaceKind, Tier
-from kvstore.uses import TokenHint
 
 PLANNED = "planned"
 PLANS_KEPT_MAX = 4096

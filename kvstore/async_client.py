@@ -31,7 +31,9 @@ from kvstore.client import (
 )
 from kvstore.client.copying import BlockArrays
 from kvstore.fingerprint import Chain, Content, KVIdentity, Tokens
+from kvstore.hints import Hint
 from kvstore.layout import BlockLayout
+from kvstore.planner import Ability
 from kvstore.types import BlockStatus, BoolArray, NamespaceId, NamespaceKind
 
 P = ParamSpec("P")
@@ -182,10 +184,23 @@ class AsyncNamespaceHandle:
         """See `NamespaceHandle.match_each`."""
         return await self._threads.run(self.handle.match_each, names)
 
-    async def lease(self, names: Names, *, deadline_seconds: float | None = None) -> AsyncReadLease:
+    async def lease(
+        self,
+        names: Names,
+        *,
+        deadline_seconds: float | None = None,
+        ability: Ability | None = None,
+        hints: Sequence[Hint] = (),
+    ) -> AsyncReadLease:
         """See `NamespaceHandle.lease`."""
-        lease = partial(self.handle.lease, names, deadline_seconds=deadline_seconds)
-        return AsyncReadLease(await self._threads.run(lease), self._threads)
+        lease = await self._threads.run(
+            self.handle.lease,
+            names,
+            deadline_seconds=deadline_seconds,
+            ability=ability,
+            hints=hints,
+        )
+        return AsyncReadLease(lease, self._threads)
 
     async def load(
         self,
@@ -196,6 +211,7 @@ class AsyncNamespaceHandle:
         rank: int | None = None,
         deadline_seconds: float | None = None,
         copy_threads: int = 1,
+        staging: bool = False,
     ) -> LoadResult:
         """See `NamespaceHandle.load`."""
         return await self._threads.run(
@@ -206,11 +222,19 @@ class AsyncNamespaceHandle:
             rank=rank,
             deadline_seconds=deadline_seconds,
             copy_threads=copy_threads,
+            staging=staging,
         )
 
-    async def store(self, names: Names, blocks: BlockArrays, *, start: int = 0) -> StoreTicket:
+    async def store(
+        self,
+        names: Names,
+        blocks: BlockArrays,
+        *,
+        start: int = 0,
+        hints: Sequence[Hint] = (),
+    ) -> StoreTicket:
         """See `NamespaceHandle.store`; await the outcome with `stored`."""
-        return await self._threads.run(self.handle.store, names, blocks, start=start)
+        return await self._threads.run(self.handle.store, names, blocks, start=start, hints=hints)
 
     async def stored(self, ticket: StoreTicket) -> tuple[BlockStatus, ...]:
         """Outcome of a store, a status a block; takes no thread while it waits."""

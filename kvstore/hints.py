@@ -1,12 +1,19 @@
 """What a client may say about tokens of a request, and the class number that travels.
 
-Primitives: `Hint`, `HINT_CLASSES`. The policy learns for each class how its blocks fare; no class
-is a promise, and a wrong hint costs no more than the place of the blocks concerned.
+Primitives: `Hint`; `TokenHint`, as it travels; `classes_of`, its word on each block. The policy
+learns for each class how its blocks fare; no class is a promise, and a wrong hint costs no more
+than the place of the blocks concerned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.types import ByteArray
 
 HINT_CLASSES = 16
 """Class numbers are smaller; 0 says nothing."""
@@ -50,3 +57,28 @@ class Hint:
         if expected > ttl or ttl <= 0:
             return 3
         return int(expected > _SOON_SECONDS) + int(expected > _LATER_SECONDS)
+
+    @property
+    def token_hint(self) -> TokenHint:
+        """What travels."""
+        return TokenHint(self.hint_class, self.start_tokens, self.end_tokens)
+
+
+class TokenHint(NamedTuple):
+    """Tokens [start, end) of a request belong to this class; `end` 0 is the end. Class numbers too
+    large count as the last.
+    """
+
+    hint_class: int
+    start_tokens: int
+    end_tokens: int
+
+
+def classes_of(hints: Sequence[TokenHint], first: int, count: int, block_tokens: int) -> ByteArray:
+    """uint8 [count]: class of blocks first, first + 1, …; of several hints the last one holds."""
+    classes: ByteArray = np.zeros(count, np.uint8)
+    for hint in hints:
+        start = max(hint.start_tokens // block_tokens - first, 0)
+        stop = count if not hint.end_tokens else max(-(-hint.end_tokens // block_tokens) - first, 0)
+        classes[start:stop] = min(hint.hint_class, HINT_CLASSES - 1)
+    return classes

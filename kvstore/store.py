@@ -28,6 +28,7 @@ from kvstore.config import Config
 from kvstore.costs import Costs
 from kvstore.counters import Counters
 from kvstore.errors import InvalidRequest, check
+from kvstore.hints import TokenHint, classes_of
 from kvstore.lease import LeaseTable, ReservationTable
 from kvstore.matching import GroupMatch, MatchResult
 from kvstore.namespaces import Namespace, NamespaceTable
@@ -44,7 +45,7 @@ from kvstore.types import (
     ReplicaState,
     Tier,
 )
-from kvstore.uses import TokenHint, Uses, classes_of
+from kvstore.uses import Uses
 
 ABSENT, FILLING, COMMITTED, READY, DRAINING = (int(state) for state in ReplicaState)
 NO_ROWS: IntArray = np.empty(0, np.int64)

@@ -1,6 +1,6 @@
 """Uses of blocks that the policy has not seen yet, and what clients said about them.
 
-Primitives: `TokenHint` (a client's word on a range of tokens), `classes_of`, `Uses`.
+Primitive: `Uses`.
 
 Uses wait until the reply went out; hints on blocks that are being stored wait until these are
 READY. Runs on the daemon's loop; reads no clock.
@@ -9,8 +9,7 @@ READY. Runs on the daemon's loop; reads no clock.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
@@ -20,26 +19,6 @@ from kvstore.policy import Policy, RequestShape
 from kvstore.types import FINGERPRINT_BYTES, ByteArray, IntArray
 
 HINTS_WAITING_MAX = 65536
-
-
-class TokenHint(NamedTuple):
-    """Tokens [start, end) of a request belong to this class; `end` 0 is the end. Class numbers too
-    large count as the last.
-    """
-
-    hint_class: int
-    start_tokens: int
-    end_tokens: int
-
-
-def classes_of(hints: Sequence[TokenHint], first: int, count: int, block_tokens: int) -> ByteArray:
-    """uint8 [count]: class of blocks first, first + 1, …; of several hints the last one holds."""
-    classes: ByteArray = np.zeros(count, np.uint8)
-    for hint in hints:
-        start = max(hint.start_tokens // block_tokens - first, 0)
-        stop = count if not hint.end_tokens else max(-(-hint.end_tokens // block_tokens) - first, 0)
-        classes[start:stop] = min(hint.hint_class, HINT_CLASSES - 1)
-    return classes
 
 
 class Uses:

@@ -117,6 +117,8 @@ class Commit:
     ticket: StoreTicket
     blocks: Sequence[int]
     """Which of the ticket's blocks these are."""
+    hint_classes: bytes = b""
+    """A byte a block, or nothing."""
 
 
 class Committer:
@@ -205,6 +207,7 @@ class Committer:
             fingerprints=commit.names,
             offsets=pack_u64(commit.offsets),
             end=is_last,
+            hint_classes=commit.hint_classes,
         )
         try:
             if commit.life.is_over or self._is_closing:

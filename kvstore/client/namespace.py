@@ -38,7 +38,7 @@ from kvstore.client.storing import StoreOrder, Storer
 from kvstore.costs import ModelSize
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.fingerprint import Chain, Content, Tokens
-from kvstore.hints import Hint
+from kvstore.hints import Hint, classes_of
 from kvstore.layout import BlockLayout
 from kvstore.planner import Ability
 from kvstore.rpc import control_pb2 as pb
@@ -268,12 +268,19 @@ class NamespaceHandle(ControlVerbs):
 
     # ------------------------------------------------------------------ writes
 
-    def store(self, names: Names, blocks: BlockArrays, *, start: int = 0) -> StoreTicket:
+    def store(
+        self,
+        names: Names,
+        blocks: BlockArrays,
+        *,
+        start: int = 0,
+        hints: Sequence[Hint] = (),
+    ) -> StoreTicket:
         """Store uint8 [n, block_bytes], or n arrays, as blocks [start, start + n).
 
-        Returns when the bytes are copied and the caller's memory is free again; the ticket tells
-        what became of them. What is stored already is not copied. Raises InvalidRequest for wrong
-        sizes.
+        `hints` count tokens from the first of `names`. Returns when the bytes are copied and the
+        caller's memory is free again; the ticket tells what became of them. What is stored already
+        is not copied. Raises InvalidRequest for wrong sizes.
         """
         rows = Rows(blocks, self.layout.block_bytes, writable=False)
         joined = stretch(names, self.id, start, len(rows))
@@ -283,8 +290,11 @@ class NamespaceHandle(ControlVerbs):
             ticket.settle(range(len(rows)), [BlockStatus.REFUSED] * len(rows), attached)
             return ticket
         life, declared = attached
-        parent = names.parent_of(start)
-        self._storer.store(StoreOrder(life, declared, parent, joined, rows, ticket))
+        parent, classes = names.parent_of(start), b""
+        if hints:
+            words = [hint.token_hint for hint in hints]
+            classes = classes_of(words, start, len(rows), self.layout.block_tokens).tobytes()
+        self._storer.store(StoreOrder(life, declared, parent, joined, rows, ticket, classes))
         return ticket
 
     def reserve(

@@ -45,6 +45,11 @@ class StoreOrder:
     names: bytes
     rows: Rows
     ticket: StoreTicket
+    hint_classes: bytes = b""
+    """A byte a row, or nothing."""
+
+    def classes(self, blocks: Sequence[int]) -> bytes:
+        return bytes(self.hint_classes[block] for block in blocks) if self.hint_classes else b""
 
     def name(self, block: int) -> bytes:
         return self.names[block * FINGERPRINT_BYTES : (block + 1) * FINGERPRINT_BYTES]
@@ -158,6 +163,7 @@ class Storer:
                         offsets,
                         order.ticket,
                         blocks,
+                        order.classes(blocks),
                     )
                 )
         except BaseException:  # Ctrl-C too: else the slots were this client's for ever
@@ -206,6 +212,7 @@ class Storer:
                 offsets,
                 order.ticket,
                 granted,
+                order.classes(granted),
             )
         ]
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.costs import ModelSize
 from kvstore.errors import InvalidRequest
+from kvstore.hints import TokenHint
 from kvstore.namespaces import Namespace
 from kvstore.planner import Ability, Plan
 from kvstore.promotion import BACK, BLOCKS, LAYERS, LoadOrder
@@ -20,7 +21,6 @@ from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc.replies import pack_group, pack_plan
 from kvstore.rpc.verbs import Verbs, unary
 from kvstore.types import Tier
-from kvstore.uses import TokenHint
 
 GROUPS_MAX = 64
 """KV groups in one call; a model has a handful."""

@@ -15,6 +15,8 @@ from client_kit import LAYOUT, SECONDS, SPACE, STORED, chain_of, coloured, fill
 
 import kvstore
 from kvstore import AsyncKVClient
+from kvstore.hints import SESSION, Hint
+from kvstore.planner import Ability
 from kvstore.types import BlockStatus, NamespaceId, NamespaceKind
 
 Make = Callable[..., Any]
@@ -30,7 +32,8 @@ def test_every_verb(make_fake: Make, tmp_path: Path) -> None:
             space = await client.namespace(SPACE, LAYOUT)
             assert (space.id, space.layout) == (SPACE, LAYOUT)
             chain, blocks = chain_of(space.handle, 4), coloured(4)
-            ticket = await space.store(chain, blocks[:2])
+            hints = [Hint(is_session=True)]
+            ticket = await space.store(chain, blocks[:2], hints=hints)
             assert await space.stored(ticket) == (STORED,) * 2
             assert await space.stored(ticket) == (STORED,) * 2
             fake.on_disk[chain[2]] = blocks[2].tobytes()
@@ -43,7 +46,8 @@ def test_every_verb(make_fake: Make, tmp_path: Path) -> None:
             into = np.zeros_like(blocks)
             assert (await space.load(chain, into)).blocks == 4
             assert (into == blocks).all()
-            async with await space.lease(chain) as lease:
+            able = Ability(prompt_tokens=len(chain) * LAYOUT.block_tokens)
+            async with await space.lease(chain, ability=able, hints=hints) as lease:
                 runs = [(ready.first, ready.count) async for ready in lease.load()]
                 assert (lease.blocks, lease.reason, runs) == (4, "", [(0, 4)])
                 assert await lease.renew() == 10
@@ -59,6 +63,10 @@ def test_every_verb(make_fake: Make, tmp_path: Path) -> None:
             assert len(flat.keys([b"a", b"b"])) == 2
             assert client.statistics().stores == 1
         assert (await space.load(chain, into)).reason == "closed"
+        assert fake.called("Commit")[0].hint_classes == bytes([SESSION] * 2)
+        [asked] = [match for match in fake.called("Match") if match.HasField("plan")]
+        assert asked.plan.prompt_tokens == able.prompt_tokens
+        assert asked.groups[0].hints[0].hint_class == SESSION
 
     asyncio.run(scenario())
 

@@ -23,6 +23,7 @@ from client_kit import (
 
 from kvstore.client import spare, storing
 from kvstore.errors import InvalidRequest, Overloaded, ReservationUnknown
+from kvstore.hints import SESSION, SYSTEM_PROMPT, Hint
 from kvstore.rpc.wire import split_fingerprints
 from kvstore.types import BlockStatus
 
@@ -54,6 +55,21 @@ def test_what_is_stored_is_found_and_loaded(make_fake: Make, make_client: Make) 
     into = np.zeros_like(blocks)
     assert space.load(chain, into).blocks == 6
     assert (into == blocks).all()
+
+
+def test_hints_go_along_with_the_commit_block_by_block(make_fake: Make, make_client: Make) -> None:
+    fake, client = make_fake(), make_client()
+    space, each = open_space(client), LAYOUT.block_tokens
+    chain = chain_of(space, 6)
+    hints = [Hint(end_tokens=2 * each, is_system_prompt=True), Hint(4 * each, is_session=True)]
+    expected = [SYSTEM_PROMPT] * 2 + [0] * 2 + [SESSION] * 2
+    # In slots reserved now, the first of them present already, and in slots at hand.
+    space.store(chain, coloured(1)).result(SECONDS)
+    space.store(chain, coloured(3), hints=hints).result(SECONDS)
+    eventually(lambda: client.statistics().spare_slots >= 3)
+    space.store(chain, coloured(6)[3:], start=3, hints=hints).result(SECONDS)
+    told = [list(commit.hint_classes) for commit in fake.called("Commit")]
+    assert told == [[], expected[1:3], expected[3:]]
 
 
 def test_a_second_store_uses_slots_at_hand_and_asks_nobody(

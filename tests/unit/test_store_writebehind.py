@@ -221,6 +221,40 @@ def test_a_failed_write_is_a_block_in_memory_only(harness, space, engine):
     assert harness.wait(engine.flush(space, chain)) == [True] * 5
 
 
+@pytest.mark.parametrize("kind", ["write", "sync"])
+def test_what_is_listed_in_a_tier_is_there_although_demotions_fail(make_harness, kind):
+    """POL-5: every second one fails, while both tiers are too small for what comes."""
+    harness = make_harness({**TINY_DISK, "host.staging_slots_min": 1})
+    space, engine = harness.declare("a", LAYOUT), harness.engine()
+    struck = []
+
+    def every_second_fails(operation):
+        if operation.kind != kind:
+            return None
+        struck.append(operation)
+        return BROKEN if len(struck) % 2 else None
+
+    harness.decide = every_second_fails
+    chains = [harness.chain(space, tokens(4, seed=seed)) for seed in range(60)]
+    for chain in chains:
+        harness.wait(engine.store(space, chain))
+        harness.sleep(0.1)
+    harness.settle()
+    assert counters(harness, "write_skipped_blocks:io")[0] > 0
+    harness.check()
+
+    def listed_and_loaded(chain):
+        """Leading blocks; a load compares every byte."""
+        listed = harness.wait(engine.exists(space, chain))[0]
+        assert harness.wait(engine.load([(space, chain)])) == [listed]
+        return listed
+
+    assert {0, 4} <= {listed_and_loaded(chain) for chain in chains}, "some left, some stay"
+    for chain in chains:
+        drop_from_host(harness, chain)
+        listed_and_loaded(chain)
+
+
 @pytest.mark.parametrize("kind", ["write", "sync", "open"])
 @pytest.mark.parametrize("fault", [BROKEN, FULL], ids=["broken", "full"])
 def test_a_disk_that_fails_for_a_while_heals(harness, space, engine, kind, fault):
