@@ -3,7 +3,6 @@
 Primitives of `Store`, all synchronous and on the daemon's loop:
   `find`, `hold`  largest common prefix of one or several KV groups; one lease over it
   `exists`        residency by tier; takes no lease, counts no use
-  `touch`         uses reported or counted after the reply
   `make_ready`    COMMITTED host replicas whose parent is READY become matchable
   `drop_host`, `forget`  replicas leave
   `condemn`       rows that may never match again (deleted, damaged); `reclaim_slice` frees what

@@ -9,7 +9,7 @@ READY. Runs on the daemon's loop; reads no clock.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
