@@ -57,7 +57,8 @@ from kvstore.tier.nvme import NvmeTier
 EXIT_OK, EXIT_FATAL, EXIT_REFUSED = 0, 1, 2
 SWITCH_SECONDS = 0.00005
 WATCHDOG_EXTRA_SECONDS = 4.0
-"""The process ends at the latest this long after the drain time, whatever hangs."""
+"""The process ends at the latest this long after the drain time, whatever hangs; after a fatal
+error, which drains nothing, so long after that."""
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 
 
@@ -284,6 +285,8 @@ async def _serve(config: Config, on_ready: Callable[[Daemon], None]) -> int:
         return EXIT_REFUSED
     on_ready(daemon)
     code = await daemon.wait()
+    if code == EXIT_FATAL:
+        _watchdog(WATCHDOG_EXTRA_SECONDS)
     await daemon.stop()
     log.info("stopped", code=code)
     return code

@@ -452,6 +452,48 @@ def test_a_frozen_client_does_not_hold_up_the_end(make_daemon: MakeDaemon) -> No
         os.kill(client.pid, signal.SIGCONT)
 
 
+FAILING = """
+import asyncio, signal, sys, threading
+import kvstore.cli, kvstore.daemon
+from kvstore.errors import InvariantViolated
+real = kvstore.daemon.serve
+def serve(config, on_ready):
+    def ready(daemon):
+        fail = lambda: daemon.fail(InvariantViolated("I0: this test's"))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, fail)
+        if "hangs" in sys.argv:
+            daemon._pools[0].submit(threading.Event().wait)
+        on_ready(daemon)
+    return real(config, ready)
+kvstore.daemon.serve = serve
+kvstore.cli.main([word for word in sys.argv[1:] if word != "hangs"])
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_violated_invariant_ends_the_daemon(make_daemon: MakeDaemon, hangs: bool) -> None:
+    """At once a miss for engines, soon the end of the process, also with a disk that hangs."""
+    daemon = make_daemon({"daemon.drain_seconds": "1s"})
+    plain = daemon.command()
+    daemon.command = lambda: [
+        *(plain[0], "-c", FAILING, *plain[3:]),
+        *(["hangs"] if hangs else []),
+    ]
+    daemon.start()
+    with Engine(daemon) as engine:
+        durable = engine.durable(1, 4)
+        assert engine.handle.match(durable) == 4
+        assert daemon.process is not None
+        daemon.process.send_signal(signal.SIGUSR1)
+        assert daemon.process.wait(30) == 1, daemon.log()
+        assert "invariant violated" in daemon.log()
+        assert engine.handle.match(durable) == 0
+        daemon.command = lambda: plain
+        daemon.start()
+        engine.wait_new_life(0)
+        engine.loads_whole(durable)
+
+
 # ---------------------------------------------------------------------- files that go away
 
 
