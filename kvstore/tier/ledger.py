@@ -188,7 +188,10 @@ class Ledger:
             other = merged.get(record.id, record)
             count = max(record.clear_count, other.clear_count)
             merged[record.id] = msgspec.structs.replace(record, clear_count=count)
-        return sorted(merged.values(), key=lambda record: record.index)
+        by_index = {record.index: record for record in merged.values()}
+        # A declaration that failed half way left its number to a later one, which is in both.
+        by_index |= {record.index: merged[record.id] for record in self._superblock.namespaces}
+        return [by_index[index] for index in sorted(by_index)]
 
     def put_namespace(self, namespace: DeclaredNamespace) -> None:
         """Durable, in index and superblock, when this returns. Worker thread. Raises TierFull,

@@ -726,6 +726,20 @@ def test_namespaces_survive_in_either_copy(directory):
     again.close()
 
 
+def test_a_declaration_that_failed_half_way_gives_its_number_up(directory, monkeypatch):
+    """Blocks of the next namespace carry the number, and must be that one's after a restart."""
+    tier = open_tier(directory)
+    with monkeypatch.context() as broken:
+        broken.setattr("kvstore.tier.superblock.os.fsync", _refuse)
+        with pytest.raises(TierFull):
+            tier.put_namespace(Declared(LAYOUT, name_of(1), 0))
+    tier.put_namespace(Declared(LAYOUT, name_of(2), 0))
+    tier.close()
+    again = open_tier(directory)
+    assert [(item.index, item.id) for item in again.load_namespaces()] == [(0, name_of(2))]
+    again.close()
+
+
 def test_the_index_tells_what_it_holds(blocks, tier):
     blocks.fill(range(4))
     wanted = [(name_of(seed), blocks.held[seed][1].generation) for seed in range(4)]
