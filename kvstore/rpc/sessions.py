@@ -1,6 +1,6 @@
 """Attached client processes: who is there, who left, and when a left one is proved gone.
 
-Primitives of `Sessions`: `open`, `close`, `get`, `of_engine`, `sweep`.
+Primitives of `Sessions`: `open`, `close`, `get`, `of_engine`, `waiting`, `gone`, `tell_all`.
 A broken stream says that a client left; only its kernel lock says that its process can write no
 more.
 """
@@ -51,16 +51,16 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._attached)
 
-    @property
-    def left_behind(self) -> int:
-        """Clients whose stream ended but whose process may still live."""
-        return len(self._left)
-
     def open(self, hello: pb.Hello) -> Session:
         """Register a client. Raises Overloaded."""
         if len(self._attached) >= self._clients_max:
             raise Overloaded(
                 f"{self._clients_max} clients are attached already; raise limits.clients_max"
+            )
+        if len(self._left) >= self._clients_max:
+            raise Overloaded(
+                f"{len(self._left)} clients left whose processes still hold their lock files; "
+                "end those processes"
             )
         client = ClientId(self._ids())
         session = Session(client, hello.engine or f"pid-{hello.pid}", hello.pid, hello.lock_file)

@@ -168,6 +168,18 @@ def test_the_bound_of_a_slot_pool_counts_bytes_whatever_the_size(make_harness):
     assert harness.wait(engine.reserve_anonymous(small, 1)).reservation == 0
 
 
+def test_clients_that_left_and_may_still_write_have_a_bound(make_harness):
+    harness = make_harness({"limits.clients_max": 2})
+    left = [harness.engine(f"e{number}") for number in range(2)]
+    for engine in left:
+        harness.call(engine.leave)
+    with pytest.raises(Overloaded, match="2 clients left"):
+        harness.engine()
+    harness.call(left[0].die)
+    harness.sleep(1)
+    harness.engine()
+
+
 def test_a_daemon_without_a_host_tier_says_so(make_harness):
     harness = make_harness({"host.bytes": 0})
     space = harness.declare("a", LAYOUT)
