@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from kvstore.store import ABSENT, COMMITTED, DRAINING, FILLING, NO_ROWS, READY, 
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import BoolArray, ByteArray, IntArray, ReplicaState, Tier
 
+_T = TypeVar("_T")
 BATCH_BYTES = 32 << 20
 BATCH_BLOCKS_MAX = 256
 """A batch shares one fdatasync a segment and one index transaction (which takes 256 records)."""
@@ -130,7 +132,7 @@ class WriteBehind:
         when one of them is lost.
         """
         columns = self._store.catalog
-        if not self._store.namespaces.at(int(columns.namespace[row])).is_prefix_closed:
+        if self._store.namespaces.leaf_exempt[columns.namespace[row]]:
             return [row]
         path: list[int] = []
         while row >= 0 and row not in chosen and columns.nvme_state[row] != READY:
@@ -191,14 +193,20 @@ class WriteBehind:
                 continue
             if not self._flushes and not self._is_draining:
                 await self._yield_to_loads()
-            batch = self._next_batch()
-            if batch:
-                self._writing = np.array(batch, np.int64)
-                try:
-                    await self._write(self._writing)
-                finally:
-                    self._writing = NO_ROWS
+            await self._write_all(np.array(self._next_batch(), np.int64))
             self._tell()
+
+    async def _write_all(self, rows: IntArray) -> None:
+        """In batches: the ancestors of one row may be thousands."""
+        columns = self._store.catalog
+        self._writing = rows
+        columns.pins[rows] += 1
+        try:
+            for batch in _cut(rows, self._lengths(rows), BATCH_BYTES, BATCH_BLOCKS_MAX):
+                await self._write(np.asarray(batch))
+        finally:
+            columns.pins[rows] -= 1
+            self._writing = NO_ROWS
 
     async def _yield_to_loads(self) -> None:
         waited = 0.0
@@ -212,32 +220,23 @@ class WriteBehind:
         self._progress = asyncio.Event()
 
     async def _write(self, rows: IntArray) -> None:
-        """One batch: slots, frames on worker threads, fdatasync, index record, READY in chain
-        order.
-        """
-        store, columns = self._store, self._store.catalog
+        """One batch: slots, frames, fdatasync, index records, READY in chain order."""
+        columns = self._store.catalog
         parents = columns.parent[rows]
         # Room for the batch must not be made of what it hangs on.
         ways = distinct(parents[parents >= 0])
-        columns.pins[rows] += 1
         columns.pins[ways] += 1
         try:
             slots = await self._slots(rows)
             if len(slots) < len(rows):
                 self._skip("no_room", len(rows) - len(slots))
-                columns.pins[rows[len(slots) :]] -= 1
                 rows = rows[: len(slots)]
             if not len(rows):
                 return
             frames, written = await self._write_frames(rows, slots)
             await self._record(rows, slots, frames, written)
         finally:
-            columns.pins[rows] -= 1
             columns.pins[ways] -= 1
-        done = rows[columns.nvme_state[rows] == READY]
-        stale = done[~store.is_current(done)]
-        if len(stale):
-            store.forget(stale, "cleared", self._now())
 
     async def _slots(self, rows: IntArray) -> IntArray:
         """NVMe slots for `rows` in order, evicting for them; fewer when there is no room."""
@@ -273,10 +272,12 @@ class WriteBehind:
             )
         ]
         loop = asyncio.get_running_loop()
+        # Large frames one by one for a worker, small ones by the handful.
+        most = max(1, -(-len(jobs) // (2 * self._store.config.nvme.writers)))
         lumps = await asyncio.gather(
             *(
                 loop.run_in_executor(self._workers, self._write_lump, lump)
-                for lump in _lumps(jobs, self._store.config.nvme.writers)
+                for lump in _cut(jobs, [job.frame.length for job in jobs], LUMP_BYTES, most)
             )
         )
         outcomes = [outcome for lump in lumps for outcome in lump]
@@ -339,12 +340,14 @@ class WriteBehind:
         slot back.
         """
         store, columns = self._store, self._store.catalog
+        exempt = store.namespaces.leaf_exempt
         # What was deleted or cleared meanwhile would come back with the next life.
         failed = set(rows[~written | ~store.is_current(rows)].tolist())
         keep: list[int] = []
         for index, row in enumerate(rows.tolist()):
             parent = int(columns.parent[row])
-            if row not in failed and parent in failed and self._needs_parent(row):
+            is_lost = parent in failed or (parent >= 0 and columns.nvme_state[parent] == ABSENT)
+            if row not in failed and is_lost and not exempt[columns.namespace[row]]:
                 failed.add(row)
                 self._skip("no_parent")
             if row not in failed:
@@ -364,10 +367,6 @@ class WriteBehind:
         self._nvme.publish(slots[good])
         store.counters.add("blocks_written_behind", int(good.sum()))
         store.counters.add("bytes_written_behind", int(columns.length[rows[good]].sum()))
-
-    def _needs_parent(self, row: int) -> bool:
-        columns = self._store.catalog
-        return self._store.namespaces.at(int(columns.namespace[row])).is_prefix_closed
 
     # ------------------------------------------------------------------ flush and drain
 
@@ -409,12 +408,13 @@ class WriteBehind:
         await self._drained.wait()
 
 
-def _lumps(jobs: Sequence[_Job], writers: int) -> Iterator[Sequence[_Job]]:
-    """Neighbours for one worker: large frames one by one, small ones by the handful."""
+def _cut(
+    items: Sequence[_T], lengths: Iterable[int], bytes_max: int, most: int
+) -> Iterator[Sequence[_T]]:
+    """Neighbours, together until they have `bytes_max` bytes or are `most`."""
     start, size = 0, 0
-    most = max(1, -(-len(jobs) // (2 * writers)))
-    for at, job in enumerate(jobs):
-        size += job.frame.length
-        if size >= LUMP_BYTES or at + 1 - start >= most or at + 1 == len(jobs):
-            yield jobs[start : at + 1]
-            start, size = at + 1, 0
+    for stop, length in enumerate(lengths, 1):
+        size += length
+        if size >= bytes_max or stop - start == most or stop == len(items):
+            yield items[start:stop]
+            start, size = stop, 0

@@ -17,10 +17,11 @@ from store_kit import (
     tokens,
 )
 
+from kvstore import writebehind
 from kvstore.errors import Overloaded, TierFull, TierIO
 from kvstore.nvme_room import WriteBudget
 from kvstore.store import ABSENT, READY
-from kvstore.testing.faults import Fail
+from kvstore.testing.faults import Fail, never
 from kvstore.types import NamespaceKind
 
 BROKEN, FULL = Fail(TierIO("broken on purpose")), Fail(TierFull("full on purpose"))
@@ -92,6 +93,33 @@ def test_flush_takes_the_ancestors_along_and_says_no_for_strangers(harness, spac
 
 
 # ------------------------------------------------------------------ ancestors first
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_long_ancestry_is_written_in_batches(make_harness, monkeypatch, fails):
+    """Of a chain whose blocks found the queue full, one is flushed; what fails takes the rest."""
+    harness = make_harness({"nvme.queue_blocks_max": 1})
+    monkeypatch.setattr(writebehind, "BATCH_BLOCKS_MAX", 4)
+    space, engine = harness.declare("a", LAYOUT), harness.engine()
+    chain = harness.chain(space, tokens(18))
+    harness.wait(engine.store(space, chain))
+    harness.settle()
+    batches = []
+    write = harness.service.write_behind._write
+
+    async def noted(rows):
+        batches.append(len(rows))
+        if fails and len(batches) == 2:
+            harness.decide = lambda operation: BROKEN if operation.kind == "write" else None
+        await write(rows)
+        harness.decide = never
+
+    monkeypatch.setattr(harness.service.write_behind, "_write", noted)
+    last = harness.chain(space, tokens(18))
+    last._names[:] = last._names[-1:]
+    assert harness.wait(engine.flush(space, last)) == [not fails]
+    assert max(batches) == 4
+    assert sum(on_nvme(harness, chain)) == (5 if fails else 18)
 
 
 def test_at_no_moment_is_a_block_on_nvme_without_its_parent(make_harness):
