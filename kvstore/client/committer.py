@@ -109,8 +109,8 @@ class Commit:
     life: Life
     reservation: int
     spare: tuple[SpareSlots, Reserved] | None
-    """Whose slots they are when the reservation is anonymous; None: a named one, ended by this
-    commit."""
+    """Whose slots they are when the reservation is anonymous; None: a named one, which ends with
+    its last block."""
     parent: bytes
     names: bytes
     offsets: Sequence[int]
@@ -195,7 +195,7 @@ class Committer:
             return self._is_busy
 
     def _send(self, commit: Commit) -> None:
-        is_last = True
+        is_last = False
         if commit.spare:
             slots, reserved = commit.spare
             is_last = slots.settle(reserved, len(commit.offsets))

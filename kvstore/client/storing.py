@@ -22,7 +22,7 @@ from kvstore.client.life import Declared, Life
 from kvstore.client.reasons import AWAY, BUSY, CLOSED, DRAINING, reason_of
 from kvstore.client.reservation import reserve_named
 from kvstore.client.session import Session
-from kvstore.client.spare import SpareSlots
+from kvstore.client.spare import Reserved, SpareSlots
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.layout import BlockLayout
 from kvstore.rpc.wire import NO_OFFSET
@@ -48,14 +48,30 @@ class StoreOrder:
     hint_classes: bytes = b""
     """A byte a row, or nothing."""
 
-    def classes(self, blocks: Sequence[int]) -> bytes:
-        return bytes(self.hint_classes[block] for block in blocks) if self.hint_classes else b""
-
-    def name(self, block: int) -> bytes:
-        return self.names[block * FINGERPRINT_BYTES : (block + 1) * FINGERPRINT_BYTES]
-
     def parent_of(self, block: int) -> bytes:
-        return self.name(block - 1) if block else self.parent
+        start = (block - 1) * FINGERPRINT_BYTES
+        return self.names[start : start + FINGERPRINT_BYTES] if block else self.parent
+
+    def commit(
+        self,
+        reservation: int,
+        spare: tuple[SpareSlots, Reserved] | None,
+        offsets: Sequence[int],
+        blocks: Sequence[int],
+    ) -> Commit:
+        """Of consecutive `blocks`, which lie in the slots at `offsets`."""
+        first, stop = blocks[0], blocks[-1] + 1
+        return Commit(
+            self.life,
+            reservation,
+            spare,
+            self.parent_of(first),
+            self.names[first * FINGERPRINT_BYTES : stop * FINGERPRINT_BYTES],
+            offsets,
+            self.ticket,
+            blocks,
+            self.hint_classes[first:stop],
+        )
 
 
 class Storer:
@@ -153,19 +169,8 @@ class Storer:
                 blocks = missing[first:stop]
                 self._copy(order, offsets, blocks[0])
                 reserved = taken[first].reserved
-                commits.append(
-                    Commit(
-                        order.life,
-                        reserved.id,
-                        (self._spare, reserved),
-                        order.parent_of(blocks[0]),
-                        b"".join(map(order.name, blocks)),
-                        offsets,
-                        order.ticket,
-                        blocks,
-                        order.classes(blocks),
-                    )
-                )
+                spare = (self._spare, reserved)
+                commits.append(order.commit(reserved.id, spare, offsets, blocks))
         except BaseException:  # Ctrl-C too: else the slots were this client's for ever
             self._spare.give_up(taken)
             raise
@@ -195,26 +200,17 @@ class Storer:
         self._settle(order, others, [grant.statuses[block - base] for block in others])
         if not granted:
             return []
-        offsets = [grant.offsets[block - base] for block in granted]
+        commits: list[Commit] = []
         try:
             for first, stop in _stretches(granted, [0] * len(granted)):
-                self._copy(order, offsets[first:stop], granted[first])
+                blocks = granted[first:stop]
+                offsets = [grant.offsets[block - base] for block in blocks]
+                self._copy(order, offsets, blocks[0])
+                commits.append(order.commit(grant.reservation, None, offsets, blocks))
         except BaseException:
             self._keeper.abort(order.life, grant.reservation)
             raise
-        return [
-            Commit(
-                order.life,
-                grant.reservation,
-                None,
-                b"",
-                b"".join(map(order.name, granted)),
-                offsets,
-                order.ticket,
-                granted,
-                order.classes(granted),
-            )
-        ]
+        return commits
 
 
 def _stretches(blocks: Sequence[int], owners: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -92,14 +92,16 @@ def test_a_second_store_uses_slots_at_hand_and_asks_nobody(
     assert space.match(chain) == 4
 
 
+@pytest.mark.parametrize("warm", [False, True])
 def test_a_long_store_is_committed_in_portions(
-    make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch
+    make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch, warm: bool
 ) -> None:
     """So that no commit holds the daemon's loop for long."""
     monkeypatch.setattr(storing, "COMMIT_BLOCKS_MAX", 3)
     fake, client = make_fake(), make_client()
     space = open_space(client)
-    warm_up(space, client, 8)
+    if warm:
+        warm_up(space, client, 8)
     before = len(fake.called("Commit"))
     chain, blocks = chain_of(space, 8), coloured(8)
     assert space.store(chain, blocks).result(SECONDS) == (STORED,) * 8
