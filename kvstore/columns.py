@@ -65,14 +65,8 @@ class Names:
         # Finding all and cutting is twice as fast as a loop that stops: hits are mostly whole.
         return rows[: rows.index(ABSENT_ROW)] if ABSENT_ROW in rows else rows
 
-    def insert(self, name: bytes, row: int) -> None:
-        """Name a row; a name that is taken is our bug."""
-        known = self._shards[name[0] % _SHARDS].setdefault(name, row)
-        if known != row:
-            raise InvariantViolated(f"a block has one row (name={name.hex()}, row={known})")
-
     def insert_many(self, names: Sequence[bytes], rows: Sequence[int]) -> None:
-        """The same for many."""
+        """Name rows; a name that is taken is our bug."""
         shards, before = self._shards, len(self)
         for name, row in zip(names, rows, strict=True):
             shards[name[0] % _SHARDS][name] = row
@@ -208,20 +202,8 @@ class Family:
         """Private memory in bytes."""
         return 5 * self.parent.nbytes
 
-    def join(self, row: int, parent: int) -> None:
-        """A free row becomes a child of `parent` (a live row or ABSENT_ROW)."""
-        self.parent[row] = parent
-        if parent < 0:
-            return
-        sibling = int(self._first[parent])
-        if sibling >= 0:
-            self._next[row] = sibling
-            self._previous[sibling] = row
-        self._first[parent] = row
-        self.children[parent] += 1
-
     def join_many(self, rows: IntArray, parents: IntArray) -> None:
-        """The same for free rows; a parent may be another one of them."""
+        """Free rows become children of live rows, of each other, or (ABSENT_ROW) of nobody."""
         self.parent[rows] = parents
         has_parent = parents >= 0
         order = np.argsort(parents[has_parent], kind="stable")

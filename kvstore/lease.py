@@ -218,6 +218,11 @@ class Reservation:
         return np.array(list(self._row_of), np.int64)
 
     @property
+    def rows(self) -> IntArray:
+        """The row each is for, int64[slots_left]; ABSENT_ROW while it is unnamed."""
+        return np.array(list(self._row_of.values()), np.int64)
+
+    @property
     def slots_left(self) -> int:
         """How many there are."""
         return len(self._row_of)
@@ -305,14 +310,10 @@ class ReservationTable:
         self._counts["granted"] += 1
         return found
 
-    def find(self, client: ClientId, engine: str, reservation: ReservationId) -> Reservation:
-        """A live reservation of this engine (of this client, if it has no engine name).
-
-        Raises ReservationUnknown.
-        """
+    def find(self, engine: str, reservation: ReservationId) -> Reservation:
+        """A live reservation of this engine. Raises ReservationUnknown."""
         found = self._reservations.get(reservation)
-        is_ours = found is not None and found.engine == engine
-        if found is None or not is_ours or (not engine and found.client != client):
+        if found is None or found.engine != engine:
             raise ReservationUnknown(
                 f"reservation {reservation} ended, belongs to another engine or never existed; "
                 "reserve again"

@@ -2,16 +2,14 @@
 
 Primitives of `ReservationEnds`: `end`, `abort`, `expire`, `client_lost`, `client_gone`.
 Slots come back at once when nobody can still copy into them; else they are quarantined until every
-client that might
-has said that its last copy ended, or its process is proved gone.
+client that might has said that its last copy ended, or its process is proved gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
+from kvstore.catalog import ABSENT_ROW
 from kvstore.lease import Reservation
 from kvstore.store import FILLING, Store
 from kvstore.types import ClientId, IntArray, ReplicaState, ReservationId
@@ -34,7 +32,7 @@ class ReservationEnds:
             store.counters.add("late_commits")
             store.host_tier.free(freed)
             return len(freed)
-        found = store.reservations.find(client, engine, reservation)
+        found = store.reservations.find(engine, reservation)
         return self.end(found, client)
 
     def expire(self, now: float) -> None:
@@ -90,12 +88,13 @@ class ReservationEnds:
         """
         store, columns = self._store, self._store.catalog
         slots = found.slots
-        for slot in slots:
-            row = found.row_of(int(slot))
-            if row >= 0 and columns.host_state[row] == FILLING:
-                columns.set_host(row, ReplicaState.ABSENT)
-                for child in store.waiting.pop(row, ()):
-                    store.drop_unready(child, "parent_lost")
-                store.counters.add("store_blocks:dropped")
-                columns.remove_if_bare(np.array([row], np.int64))
+        rows = found.rows
+        rows = rows[rows != ABSENT_ROW]
+        rows = rows[columns.host_state[rows] == FILLING]
+        columns.set_host(rows, ReplicaState.ABSENT)
+        for row in rows.tolist():
+            for child in store.waiting.pop(row, ()):
+                store.drop_unready(child, "parent_lost")
+        store.counters.add("store_blocks:dropped", len(rows))
+        columns.remove_if_bare(rows)
         return slots

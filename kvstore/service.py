@@ -262,9 +262,7 @@ class Service:
             self.store.leases.renew(session.client, LeaseId(lease), self.now(), seconds)
             return seconds
         seconds = self.config.lease.write_seconds
-        found = self.store.reservations.find(
-            session.client, session.engine, ReservationId(reservation)
-        )
+        found = self.store.reservations.find(session.engine, ReservationId(reservation))
         self.store.reservations.renew(found, self.now() + seconds)
         return seconds
 
@@ -286,14 +284,13 @@ class Service:
             self.store.counters.add("late_commits")
             self.store.host_tier.free(found)
             raise LeaseError("commit: the reservation expired; nothing was stored")
-        reserved = self.store.reservations.find(session.client, session.engine, reservation)
+        reserved = self.store.reservations.find(session.engine, reservation)
         ranks = self.store.namespaces.at(reserved.namespace).layout.ranks
         if rank is not None and not 0 <= rank < ranks:
             raise InvalidRequest(f"commit: rank {rank} does not exist, the layout has {ranks}")
         return await self.writes.commit(
             session.client,
-            session.engine,
-            reservation,
+            reserved,
             parent,
             names,
             self.store.host_tier.slots_at(reserved.slots, offsets),

@@ -202,8 +202,8 @@ class WriteBehind:
         self._writing = rows
         columns.pins[rows] += 1
         try:
-            for batch in _cut(rows, self._lengths(rows), BATCH_BYTES, BATCH_BLOCKS_MAX):
-                await self._write(np.asarray(batch))
+            for batch in _cut(rows.tolist(), self._lengths(rows), BATCH_BYTES, BATCH_BLOCKS_MAX):
+                await self._write(np.array(batch, np.int64))
         finally:
             columns.pins[rows] -= 1
             self._writing = NO_ROWS
@@ -240,7 +240,7 @@ class WriteBehind:
 
     async def _slots(self, rows: IntArray) -> IntArray:
         """NVMe slots for `rows` in order, evicting for them; fewer when there is no room."""
-        sizes = [self._nvme.slot_bytes_for(int(length)) for length in self._lengths(rows)]
+        sizes = [self._nvme.slot_bytes_for(length) for length in self._lengths(rows)]
         slots: list[int] = []
         while len(slots) < len(sizes):
             size = sizes[len(slots)]

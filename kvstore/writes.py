@@ -202,12 +202,13 @@ class WritePath:
         """Catalog rows for the `wanted` positions of a chain, linked to the block before each."""
         columns = self._store.catalog
         all_rows = rows.copy()
-        for position in wanted:
-            before = int(all_rows[position - 1]) if position else parent_row
-            start = int(position) * FINGERPRINT_BYTES
-            all_rows[position] = columns.add(
-                names[start : start + FINGERPRINT_BYTES],
-                parent=before if namespace.is_prefix_closed else -1,
+        for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):
+            first, stop = int(run[0]), int(run[-1]) + 1
+            before = int(all_rows[first - 1]) if first else parent_row
+            all_rows[run] = columns.add_chain(
+                names[first * FINGERPRINT_BYTES : stop * FINGERPRINT_BYTES],
+                parent=before,
+                is_linked=namespace.is_prefix_closed,
                 namespace=namespace.index,
                 clear_count=namespace.clear_count,
                 depth=int(columns.depth[before]) + 1 if before >= 0 else 0,
@@ -233,8 +234,7 @@ class WritePath:
     async def commit(
         self,
         client: ClientId,
-        engine: str,
-        reservation: ReservationId,
+        found: Reservation,
         parent: bytes,
         names: bytes,
         slots: IntArray,
@@ -243,13 +243,10 @@ class WritePath:
     ) -> ByteArray:
         """Publish the blocks of `names`, each in its slot; return a BlockStatus a block.
 
-        Raises ReservationUnknown (expired, foreign, ended), InvalidRequest; then nothing was
-        changed.
-        GRANTED in the answer: other ranks have yet to report. WAITING: whole, READY with its
-        parent.
+        Raises InvalidRequest; then nothing was changed. GRANTED in the answer: other ranks have yet
+        to report. WAITING: whole, READY with its parent.
         """
         store = self._store
-        found = store.reservations.find(client, engine, reservation)
         namespace = store.namespaces.at(found.namespace)
         if len(set(slots.tolist())) != len(slots):
             raise InvalidRequest("commit: one slot is named twice")
@@ -264,11 +261,10 @@ class WritePath:
         statuses = np.full(len(rows), BlockStatus.GRANTED, np.uint8)
         statuses[rows == ABSENT_ROW] = BlockStatus.PRESENT
         statuses[rows == NO_PARENT_ROW] = BlockStatus.NO_PARENT
-        mine = np.flatnonzero(rows >= 0)
         whole = [
-            int(index)
-            for index in mine
-            if found.fill(int(slots[index]), ranks, namespace.layout.ranks)
+            index
+            for index, (slot, row) in enumerate(zip(slots.tolist(), rows.tolist(), strict=True))
+            if row >= 0 and found.fill(slot, ranks, namespace.layout.ranks)
         ]
         if whole:
             done = rows[whole]
@@ -295,12 +291,13 @@ class WritePath:
         before.
         """
         rows = self._store.catalog.rows(names)
-        for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
-            if found.row_of(int(slot)) != row or row == ABSENT_ROW:
-                raise InvalidRequest(
-                    f"commit: block {index} was not granted this slot by reservation {found.id}, "
-                    "or was committed before"
-                )
+        granted = np.array([found.row_of(slot) for slot in slots.tolist()], np.int64)
+        wrong = (granted != rows) | (rows == ABSENT_ROW)
+        if wrong.any():
+            raise InvalidRequest(
+                f"commit: block {int(wrong.argmax())} was not granted this slot by reservation "
+                f"{found.id}, or was committed before"
+            )
         return rows
 
     def _name_rows(
@@ -317,7 +314,7 @@ class WritePath:
         Slots of blocks that need not or cannot be stored are freed.
         """
         store, columns = self._store, self._store.catalog
-        if not all(found.holds(int(slot)) for slot in slots):
+        if not all(found.holds(slot) for slot in slots.tolist()):
             raise InvalidRequest(f"commit: reservation {found.id} holds not all of these slots")
         rows = self._rows_to_store(namespace, names)
         parent_row = self._parent_row(namespace, parent)
@@ -351,10 +348,7 @@ class WritePath:
     async def _finish(self, namespace: Namespace, rows: IntArray) -> None:
         """Checksums on worker threads, then visibility; the pins taken by the caller end here."""
         store, columns = self._store, self._store.catalog
-        views = [
-            store.host_tier.view(int(slot), namespace.layout.block_bytes)
-            for slot in columns.host_slot[rows]
-        ]
+        views = store.host_tier.views(columns.host_slot[rows], namespace.layout.block_bytes)
         per_task = max(1, CHECKSUM_BATCH_BYTES // namespace.slot_bytes)
         loop = asyncio.get_running_loop()
         tasks = [

@@ -1,12 +1,12 @@
 """What is known of every block: one row a block in numpy columns, and a name for each row.
 
-Primitives: `rows`, `prefix_rows` (names to rows), `add`, `add_chain`, `add_many` (new rows),
+Primitives: `rows`, `prefix_rows` (names to rows), `add_chain`, `add_many` (new rows),
 `set_host`, `set_nvme` (the only ways a replica changes), `host_rows_of`, `nvme_rows_of` (slots to
 rows), `children_of`, `subtree`, `remove_if_bare` (the only way a row goes), `check_integrity`.
 
 Pure and synchronous: no clock, no I/O, no policy; changed on the daemon's loop only. Columns are
-public: index them with a row or an IntArray of rows, but keep no column over an `add`, which may
-move them all. Reading one at ABSENT_ROW gives some row's value, never an error: mask it.
+public: index them with a row or an IntArray of rows, but keep no column over an `add_...`,
+which may move them all. Reading one at ABSENT_ROW gives some row's value, never an error: mask it.
 
 Who writes what: replicas, `parent` and `children` only this module; `leases` the lease table;
 `uses` and `last_use` the policy; `pins`, `checksums`, `clear_count` the store.
@@ -155,37 +155,10 @@ class Catalog:
         return self._nvme.by_slot.rows_of(slots)
 
     def replicas(self, tier: Tier) -> Replicas:
-        """The columns of one tier, for code that serves both. Read only; not kept over an `add`."""
+        """The columns of one tier, for code that serves both. Read only."""
         return self._host if tier == Tier.HOST else self._nvme
 
     # ------------------------------------------------------------ new rows
-
-    def add(
-        self,
-        fingerprint: bytes,
-        *,
-        parent: int,
-        namespace: int,
-        clear_count: int,
-        depth: int,
-        length: int,
-    ) -> int:
-        """A row for a block that has none yet, without replicas.
-
-        `parent` is a live row, or ABSENT_ROW at the root and where parents do not matter.
-        """
-        self._check_parent(parent)
-        row = self._free_rows[-1] if self._free_rows else self._end
-        self._names.insert(fingerprint, row)
-        self._take_rows(1)
-        self._clear(row)
-        self.fingerprints[row] = np.frombuffer(fingerprint, np.uint8)
-        self.namespace[row] = namespace
-        self.clear_count[row] = clear_count
-        self.depth[row] = depth
-        self.length[row] = length
-        self._family.join(row, parent)
-        return row
 
     def add_chain(
         self,
@@ -196,15 +169,20 @@ class Catalog:
         clear_count: int,
         depth: int,
         length: int,
+        is_linked: bool = True,
     ) -> IntArray:
         """Rows int64[n] for consecutive blocks, each the parent of the next; none may be known.
 
-        `fingerprints`: n joined names; `parent` and `depth` are those of the first.
+        `fingerprints`: n joined names; `parent` and `depth` are those of the first. Not linked:
+        parents do not matter, and none has one.
         """
         self._check_parent(parent)
         count = len(fingerprints) // FINGERPRINT_BYTES
         rows = np.array(self._take_rows(count), np.int64)
-        parents = np.concatenate(([parent], rows[:-1]))[:count]
+        parents = np.full(count, ABSENT_ROW, np.int64)
+        if is_linked:
+            parents[:1] = parent
+            parents[1:] = rows[:-1]
         columns = (namespace, clear_count, depth + np.arange(count), length)
         return self._fill(rows, fingerprints, parents, *columns)
 

@@ -52,6 +52,10 @@ class HostTier:
         """The first `length` bytes of a slot: uint8[length], writable, in place."""
         return self.arena.view(self.pool.offset_of(slot), length)
 
+    def views(self, slots: IntArray, length: int) -> list[ByteArray]:
+        """The same of many."""
+        return [self.arena.view(at, length) for at in self.pool.offsets_of(slots).tolist()]
+
     def publish(
         self,
         slots: IntArray,

@@ -66,10 +66,7 @@ class CatalogMachine(RuleBasedStateMachine):
         names = [next(self.fresh).to_bytes(32, "big") for _ in range(length)]
         row = ABSENT_ROW if parent is None else self.row(parent)
         columns = {"namespace": 1, "clear_count": 2, "depth": 3, "length": 4}
-        if length == 1:
-            rows = [self.catalog.add(names[0], parent=row, **columns)]
-        else:
-            rows = self.catalog.add_chain(b"".join(names), parent=row, **columns).tolist()
+        rows = self.catalog.add_chain(b"".join(names), parent=row, **columns)
         assert self.catalog.depth[rows[-1]] == 3 + length - 1
         for name in names:
             self.blocks[name] = Block(name, parent)
@@ -295,7 +292,7 @@ class FourSlots:
         parent = self.rng.choice([ABSENT_ROW, *self.rows()])
         for slot in self.pool.take(1, 1):
             name = next(self.names).to_bytes(32, "big")
-            row = self.catalog.add(
+            (row,) = self.catalog.add_chain(
                 name, parent=parent, namespace=0, clear_count=0, depth=0, length=1
             )
             self.catalog.set_host(row, ReplicaState.FILLING, slot)

@@ -180,6 +180,20 @@ def test_clients_that_left_and_may_still_write_have_a_bound(make_harness):
     harness.engine()
 
 
+def test_a_chain_with_names_of_others_in_between_is_linked_as_named(harness, space, engine):
+    """Whoever names a block after one that is held hangs it there, whatever stands before."""
+    held, new = harness.chain(space, tokens(2)), harness.chain(space, tokens(3, seed=1))
+    harness.wait(engine.store(space, held))
+    names = [bytes(new[0]), bytes(held[1]), bytes(new[1]), bytes(new[2])]
+    found = harness.wait(engine.reserve_names(space, space.id, names))
+    assert found.statuses == [GRANTED, PRESENT, GRANTED, GRANTED]
+    rows, columns = harness.store.catalog.rows(b"".join(names)), harness.store.catalog
+    assert columns.parent[rows].tolist() == [-1, int(rows_of(harness, held)[0]), rows[1], rows[2]]
+    assert columns.depth[rows].tolist() == [0, 1, 2, 3]
+    harness.wait(engine.abort(found))
+    assert held_slots(harness) == 2
+
+
 def test_a_daemon_without_a_host_tier_says_so(make_harness):
     harness = make_harness({"host.bytes": 0})
     space = harness.declare("a", LAYOUT)
