@@ -224,6 +224,7 @@ def make_service(
             room,
             Pressure(PRESSURE_FILE, config.host.pressure_percent_max),
             lambda: sessions.pins_arena,
+            workers.help,
         ),
         gpu,
         workers.help,

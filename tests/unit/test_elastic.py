@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 from store_kit import LAYOUT, on_nvme_only, tokens
 
+from kvstore import elastic as elastic_module
 from kvstore.arena import Arena
 from kvstore.elastic import GROW_AFTER_SECONDS, Elastic, Pressure
 from kvstore.rpc import control_pb2 as pb
@@ -90,13 +92,15 @@ def test_nothing_goes_while_a_device_has_the_arena_pinned(full):
 def test_pressure_shrinks_it_and_calm_lets_it_grow(full, tmp_path):
     harness, *_ = full
     told = tmp_path / "memory"
-    elastic = Elastic(harness.store, harness.service.writes._room, Pressure(told, 10.0), bool)
+    room = harness.service.writes._room
+    elastic = Elastic(harness.store, room, Pressure(told, 10.0), bool, harness._workers[3])
     before = elastic.filled_bytes
 
     def after(now: float, percent: str) -> int:
         told.write_text(f"some avg10={percent} avg60=0.00 avg300=0.00 total=1\nfull avg10=0.00\n")
         for _ in range(20):
             harness.call(elastic.turn, now)
+            harness.sleep(0.01)
         return elastic.filled_bytes
 
     first = after(100.0, "25.00")
@@ -107,6 +111,55 @@ def test_pressure_shrinks_it_and_calm_lets_it_grow(full, tmp_path):
     assert second < after(104.0 + GROW_AFTER_SECONDS, "0.00") <= before
     told.unlink()
     assert Pressure(told, 10.0).percent() == 0.0
+
+
+def test_pages_go_in_pieces_and_come_on_a_worker(full, monkeypatch):
+    """64 MiB of them take the kernel 10 to 40 ms: not on the loop, and never under a pin."""
+    harness, *_ = full
+    monkeypatch.setattr(elastic_module, "DISCARD_BYTES", 64 << 10)
+    jobs, gone, pins = [], [], []
+
+    class Later(Executor):
+        def submit(self, work, /, *arguments):
+            jobs.append((Future(), work, arguments))
+            return jobs[-1][0]
+
+    monkeypatch.setattr(harness.arena, "discard", lambda *piece: gone.append(piece))
+    room, slab = harness.service.writes._room, harness.store.host_tier.pool.slab_bytes
+    calm = Pressure(Path("/nowhere"), 0.0)
+    elastic = Elastic(harness.store, room, calm, lambda: bool(pins), Later())
+    before, now = elastic.filled_bytes, harness.service.now()
+    elastic.resize(before - slab)
+    while elastic.filled_bytes == before:
+        harness.call(elastic.turn, now)
+    pins.append("a device")
+    harness.call(elastic.turn, now)
+    assert [length for _, length in gone] == [64 << 10], "the rest stays while it is pinned"
+    pins.clear()
+    harness.call(elastic.turn, now)
+    harness.call(elastic.turn, now)
+    assert sum(length for _, length in gone) == slab
+    elastic.resize(before)
+    for _ in range(3):
+        harness.call(elastic.turn, now)
+    ((future, populate, place),) = jobs
+    assert elastic.filled_bytes == before - slab, "it does not serve before it has pages"
+    future.set_result(populate(*place))
+    harness.call(elastic.turn, now)
+    assert elastic.filled_bytes == before
+
+
+def test_memory_that_does_not_come_back_is_not_served(full, monkeypatch):
+    harness, _, engine, _ = full
+    slab = harness.store.host_tier.pool.slab_bytes
+    everything = filled(harness)
+    resize(harness, engine, everything - slab)
+    harness.sleep(1.0)
+    monkeypatch.setattr(harness.arena, "populate", lambda offset, length: False)
+    resize(harness, engine, 0)
+    harness.sleep(1.0)
+    assert filled(harness) == everything - slab
+    assert harness.service.elastic.target_bytes == everything - slab
 
 
 def test_memory_goes_back_to_the_system_and_comes_again(tmp_path):
