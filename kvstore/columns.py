@@ -81,6 +81,7 @@ class SlotMap:
     """Slot -> row, in chunks made when first written: large slots use few of the numbers."""
 
     def __init__(self, slots_max: int) -> None:
+        self.slots_max = slots_max
         self._chunk_of: NDArray[np.int32] = np.zeros(-(-slots_max // _CHUNK_SLOTS), np.int32)
         # Entries are row + 1, so that 0 means none; chunk 0 is what unwritten slots read.
         self._entries: NDArray[np.int32] = np.zeros((1, _CHUNK_SLOTS), np.int32)

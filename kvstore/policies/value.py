@@ -46,7 +46,9 @@ class ValuePolicy:
         self._catalog = catalog
         self._costs = costs
         self._wear = wear
-        self._learner = Learner(catalog, _groups(1))
+        # Only admission asks how requests looked; without NVMe these classes would stay empty.
+        self._shapes = SHAPES if catalog.replicas(Tier.NVME).by_slot.slots_max else 1
+        self._learner = Learner(catalog, self._groups(1))
         self._fits = 0
         self._victims_unseen = dict.fromkeys((Tier.HOST, Tier.NVME), _VICTIMS_A_LOOK)
         self._victim_scores: dict[Tier, float] = {}
@@ -148,14 +150,20 @@ class ValuePolicy:
     def _shape_of(self, rows: IntArray, request: RequestShape) -> int:
         """Number of the request's shape and hint."""
         hint = min(request.hint, HINT_CLASSES - 1)
-        if (hint + 1) * SHAPES * USE_CLASSES > self._learner.hazard.classes:
-            self._learner.grow(_groups(hint + 1))
-        if not request.blocks:
-            return hint * SHAPES
+        if (hint + 1) * self._shapes * USE_CLASSES > self._learner.hazard.classes:
+            self._learner.grow(self._groups(hint + 1))
+        if self._shapes == 1 or not request.blocks:
+            return hint * self._shapes
         seen = sum(request.blocks_found >= limit * request.blocks for limit in _SEEN_LIMITS)
         tokens = request.blocks * int(self._costs.block_tokens[self._catalog.namespace[rows[0]]])
         length = sum(tokens >= limit for limit in _LENGTH_LIMITS)
-        return hint * SHAPES + 1 + seen * (len(_LENGTH_LIMITS) + 1) + length
+        return hint * self._shapes + 1 + seen * (len(_LENGTH_LIMITS) + 1) + length
+
+    def _groups(self, hints: int) -> IntArray:
+        """Of each class: uses and hint. How requests look tells of new blocks, less of old ones."""
+        use, shape = np.arange(USE_CLASSES), np.arange(hints * self._shapes)
+        groups: IntArray = use[None, :] + USE_CLASSES * (shape[:, None] // self._shapes)
+        return groups.reshape(-1)
 
     def _stakes(self, rows: IntArray, tier: Tier) -> FloatArray:
         """Seconds a byte lost with each replica."""
@@ -210,13 +218,6 @@ class ValuePolicy:
             self._nvme_stay_seconds = _nearer(self._nvme_stay_seconds, stay, weight)
             gain = float(self._gains(rows, now).mean())
             self._nvme_victim_gain = _nearer(self._nvme_victim_gain, gain, weight)
-
-
-def _groups(hints: int) -> IntArray:
-    """Group of each class: uses and hint. How requests look tells of new blocks, less of old."""
-    use, shape = np.arange(USE_CLASSES), np.arange(hints * SHAPES)
-    groups: IntArray = (use[None, :] + USE_CLASSES * (shape[:, None] // SHAPES)).reshape(-1)
-    return groups
 
 
 def _nearer(old: float | None, new: float, weight: float) -> float:
