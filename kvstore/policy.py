@@ -205,12 +205,7 @@ class VictimPicker:
         leaves = self._lowest(held, tier, min(count, _CHAINS + count // _CHAINS), now)
         if not leaves.size:
             return leaves
-        chains: list[list[int]] = []
-        known = set(leaves.tolist())
-        left = 2 * count
-        for leaf in leaves.tolist():
-            chains.append(self._chain_from(leaf, tier, min(count, left), known))
-            left = max(1, left - len(chains[-1]))
+        chains = self._chains_from(leaves.tolist(), tier, count)
         rows = np.array([row for chain in chains for row in chain], np.int64)
         scores = self._policy.scores(rows, tier, now)
         # An ancestor is worth at least its best child.
@@ -234,19 +229,30 @@ class VictimPicker:
         pool.credit = min(_CREDIT_MAX, pool.credit + _SCAN_ROWS_A_VICTIM * chosen.size)
         return chosen
 
-    def _chain_from(self, leaf: int, tier: Tier, most: int, known: set[int]) -> list[int]:
-        """`leaf` and the ancestors that nothing but the one before keeps in place."""
+    def _chains_from(self, leaves: list[int], tier: Tier, count: int) -> list[list[int]]:
+        """Each leaf and the ancestors that nothing but the one before keeps in place; at most
+        `count` in a chain, and about twice as many in all.
+        """
         catalog, replicas = self._catalog, self._catalog.replicas(tier)
-        chain = [leaf]
-        row = int(catalog.parent[leaf])
-        while row >= 0 and len(chain) < most and replicas.children[row] == 1 and row not in known:
-            if replicas.state[row] != _READY or catalog.leases[row] or catalog.pins[row]:
-                break
-            if tier == Tier.NVME and catalog.host_children[row] and not catalog.host_state[row]:
-                break
-            chain.append(row)
-            row = int(catalog.parent[row])
-        return chain
+        # Numbers one by one come out of these in a third of an array's time.
+        parent, children = catalog.parent.data, replicas.children.data
+        leases, pins = catalog.leases.data, catalog.pins.data
+        state, above = replicas.state.data, catalog.host_children.data
+        in_host = catalog.host_state.data
+        known, left = set(leaves), 2 * count
+        chains = []
+        for leaf in leaves:
+            chain, row, most = [leaf], parent[leaf], min(count, left)
+            while row >= 0 and len(chain) < most and children[row] == 1 and row not in known:
+                if state[row] != _READY or leases[row] or pins[row]:
+                    break
+                if tier == Tier.NVME and above[row] and not in_host[row]:
+                    break
+                chain.append(row)
+                row = parent[row]
+            chains.append(chain)
+            left = max(1, left - len(chain))
+        return chains
 
     def _pool_of(self, held: IntArray, tier: Tier) -> _Pool:
         """What is known of this size. Its slabs are its own, so the first slot names it."""
