@@ -1,9 +1,10 @@
 """The planner with a real engine: Gemma on the CPU, prefixes on an NVMe tier that is throttled.
 
 Prefixes are stored as blocks of 128 tokens, prefilled in chunks of a block (bit-exact units). Each
-round takes three times to the first token: computed without kvstore (in larger chunks, which is
-faster), loaded whole, and as planned; the daemon learns what prefill and link cost from the rounds
-before those that count. The prefixes of all requests hold the same bytes, which changes no time.
+round takes four times to the first token: computed without kvstore in chunks of 512, which is
+faster, and in chunks of a block, whose bits a hit has; loaded whole; and as planned. The daemon
+learns what prefill and link cost from the rounds before those that count. The prefixes of all
+requests hold the same bytes, which changes no time.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Round:
     """Seconds to the first token."""
 
     computed: float
+    in_units: float
+    """Computed in the chunks that exactness asks for."""
     loaded: float
     planned: float
 
@@ -107,12 +110,14 @@ class Bench:
         """The order alternates."""
         if turn % 2:
             planned, loaded = self._planned(first), self._loaded(second)
-            return Round(self._computed(first), loaded, planned)
-        computed, loaded = self._computed(first), self._loaded(first)
-        return Round(computed, loaded, self._planned(second))
+            in_units = self._computed(first, BLOCK_TOKENS)
+            return Round(self._computed(first), in_units, loaded, planned)
+        computed, in_units = self._computed(first), self._computed(first, BLOCK_TOKENS)
+        loaded = self._loaded(first)
+        return Round(computed, in_units, loaded, self._planned(second))
 
-    def _computed(self, ids: torch.Tensor) -> float:
-        return self._here.ttft_without(ids, prefill_chunk_size=RECOMPUTE_CHUNK)
+    def _computed(self, ids: torch.Tensor, chunk: int = RECOMPUTE_CHUNK) -> float:
+        return self._here.ttft_without(ids, prefill_chunk_size=chunk)
 
     def _planned(self, ids: torch.Tensor) -> float:
         seconds = self._here.ttft(ids)
@@ -138,19 +143,20 @@ class Bench:
         return self._here.attached.last
 
 
-def _ratio(seen: list[Round]) -> float:
+def _ratio(seen: list[Round], computed: str = "computed") -> float:
     """Median of what was planned ÷ the better of the two fixed choices' medians."""
-    better = min(np.median([each.computed for each in seen]), np.median([e.loaded for e in seen]))
-    return float(np.median([each.planned for each in seen]) / better)
+    fixed = min(_median(seen, computed), _median(seen, "loaded"))
+    return _median(seen, "planned") / fixed
+
+
+def _median(seen: list[Round], name: str) -> float:
+    return float(np.median([getattr(each, name) for each in seen]))
 
 
 def _medians(seen: list[Round]) -> str:
-    computed, loaded, planned = np.median(
-        [(each.computed, each.loaded, each.planned) for each in seen], axis=0
-    )
-    return (
-        f"computed {computed * 1e3:.0f}, loaded {loaded * 1e3:.0f}, planned {planned * 1e3:.0f} ms"
-    )
+    names = ("computed", "in_units", "loaded", "planned")
+    told = ", ".join(f"{name} {1e3 * _median(seen, name):.0f}" for name in names)
+    return f"{told} ms; beside units {_ratio(seen, 'in_units'):.2f}"
 
 
 def measure(context: Context, cells_worst: Bar, meeting: Bar) -> Iterator[Reading]:
