@@ -42,6 +42,8 @@ class Model:
     host: LinkCost = _HOST
     nvme: LinkCost = _NVME
     block_tokens: int = BLOCK_TOKENS
+    is_measured: bool = True
+    """Whether anybody has told the daemon so."""
 
     @property
     def block_bytes(self) -> int:
@@ -74,6 +76,9 @@ class KnownCosts(Costs):
 
     def prefill(self, namespace_index: int) -> PrefillCost:
         return self._model.prefill
+
+    def is_calibrated(self, namespace_index: int) -> bool:
+        return self._model.is_measured
 
     def link(self, tier: Tier) -> LinkCost:
         return self._model.nvme if tier == Tier.NVME else self._model.host

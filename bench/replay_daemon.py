@@ -126,6 +126,7 @@ class _Both:
             LINKS_GUESSED[Tier.HOST],
             LINKS_GUESSED[Tier.NVME],
             LAYOUT.block_tokens,
+            is_measured=False,
         )
         self._tiers = Tiers(policy, HOST_BYTES // LAYOUT.slot_bytes - STAGING_SLOTS, model=model)
         self._seen: dict[bytes, Chain] = {}

@@ -222,19 +222,21 @@ class Family:
 
     def leave(self, row: int) -> int:
         """A childless row is free; returns the parent it had."""
-        parent = int(self.parent[row])
-        before, after = int(self._previous[row]), int(self._next[row])
+        # Numbers one by one come out of these in a third of an array's time.
+        parents, first = self.parent.data, self._first.data
+        following, previous = self._next.data, self._previous.data
+        parent, before, after = parents[row], previous[row], following[row]
         if after >= 0:
-            self._previous[after] = before
+            previous[after] = before
         if before >= 0:
-            self._next[before] = after
+            following[before] = after
         elif parent >= 0:
-            self._first[parent] = after
+            first[parent] = after
         if parent >= 0:
             self.children[parent] -= 1
-        self.parent[row] = FREE_ROW
-        self._next[row] = self._previous[row] = ABSENT_ROW
-        return parent
+        parents[row] = FREE_ROW
+        following[row] = previous[row] = ABSENT_ROW
+        return int(parent)
 
     def children_of(self, row: int) -> list[int]:
         """Child rows."""

@@ -28,12 +28,15 @@ _NONE: IntArray = np.empty(0, np.int64)
 
 _BATCH = 64
 """Victims a search provides; what the caller did not ask for is kept for its next call."""
-_SHARE = 8
-"""Of what a search found, it provides the lowest eighth, or as many as were asked for."""
-_SAMPLE = 8192
+_SHARE = 4
+"""Of what a search found, it provides the lowest quarter, or as many as were asked for."""
+_SAMPLE = 4096
+"""Blocks of one size to draw, about."""
+_DRAWN_MAX = 16384
+"""Rows of the catalog drawn for that, at most."""
 _KNOWN_A_VICTIM = 4
 """Candidates a victim is chosen from at least, where there are as many."""
-_CHAINS = 16
+_CHAINS = 8
 """Leaves whose ancestors are looked at too, and one more for each so many victims."""
 _FOLLOWERS = 64
 _PATIENCE = 16
@@ -267,7 +270,7 @@ class VictimPicker:
         if not pool.queue.size and not pool.patience:
             return None
         near = np.concatenate((pool.followers, pool.queue))
-        found, scores = self._rank(self._may_leave(near, tier), tier, now)
+        found, scores = self._rank(self._may_leave(self._rows_of(near, tier), tier), tier, now)
         # Above the ceiling: used since the search. With too little found there was nothing else.
         ceiling = np.inf if pool.patience else pool.ceiling
         low = int(scores.searchsorted(ceiling, side="right"))
@@ -277,12 +280,17 @@ class VictimPicker:
         pool.queue = self._slots_of(found[count:low], tier)
         return found[:low]
 
-    def _may_leave(self, slots: IntArray, tier: Tier) -> IntArray:
-        """Rows of `slots`, once each, whose replica nothing holds in place."""
+    def _may_leave(self, rows: IntArray, tier: Tier) -> IntArray:
+        """Those of `rows`, once each, whose replica in `tier` nothing holds in place."""
+        rows = rows[self._catalog.replicas(tier).state[rows] == _READY]
+        # Most are no leaves: what is left to look at is little.
+        rows = rows[self._is_leaf(rows, tier)]
+        return distinct(rows[self._is_free(rows, tier)])
+
+    def _rows_of(self, slots: IntArray, tier: Tier) -> IntArray:
         rows = self._catalog.replicas(tier).by_slot.rows_of(slots)
-        rows = rows[rows >= 0]
-        rows = rows[self._is_free(rows, tier)]
-        return distinct(rows[self._is_leaf(rows, tier)])
+        known: IntArray = rows[rows >= 0]
+        return known
 
     def _is_free(self, where: IntArray | slice, tier: Tier) -> BoolArray:
         catalog = self._catalog
@@ -298,8 +306,9 @@ class VictimPicker:
             is_leaf &= (catalog.host_children[where] == 0) | (catalog.host_state[where] != _ABSENT)
         else:
             # The copy below keeps the way to its children open.
-            is_leaf |= catalog.nvme_state[where] == _READY
-        if np.count_nonzero(is_leaf) < is_leaf.size:
+            if catalog.replicas(Tier.NVME).count:
+                is_leaf |= catalog.nvme_state[where] == _READY
+        if np.count_nonzero(self._leaf_exempt):
             is_leaf |= self._leaf_exempt[catalog.namespace[where]]
         return is_leaf
 
@@ -318,8 +327,11 @@ class VictimPicker:
         if is_whole:
             rows = self._leaves_in(pool, tier, 0, end)
         else:
-            sample = held[self._rng.integers(held.size, size=min(_SAMPLE, held.size))]
-            rows = self._may_leave(np.concatenate((pool.followers, pool.queue, sample)), tier)
+            size = min(_SAMPLE * end // held.size, _DRAWN_MAX)
+            drawn = self._may_leave(self._rng.integers(end, size=size), tier)
+            near = self._rows_of(np.concatenate((pool.followers, pool.queue)), tier)
+            known = (self._may_leave(near, tier), self._ours(pool, tier, drawn))
+            rows = distinct(np.concatenate(known))
             wanted = _KNOWN_A_VICTIM * max(count, _CHAINS)
             if rows.size < wanted:
                 rows = self._scan(pool, tier, rows, wanted, now)
@@ -353,12 +365,13 @@ class VictimPicker:
         return rows
 
     def _leaves_in(self, pool: _Pool, tier: Tier, start: int, stop: int) -> IntArray:
-        """Rows in [start, stop) that may leave and lie in this size's slots.
-
-        `_may_leave` over neighbouring rows: 20 times as fast as row by row.
-        """
+        """`_may_leave` over neighbouring rows, 20 times as fast, for this size's slots."""
         window = slice(start, stop)
         rows = start + np.flatnonzero(self._is_free(window, tier) & self._is_leaf(window, tier))
+        return self._ours(pool, tier, rows)
+
+    def _ours(self, pool: _Pool, tier: Tier, rows: IntArray) -> IntArray:
+        """Those of `rows` that lie in this size's slots."""
         slots = self._slots_of(rows, tier)
         at = pool.held.searchsorted(slots)
         is_ours: BoolArray = pool.held[np.minimum(at, pool.held.size - 1)] == slots

@@ -244,9 +244,14 @@ class Catalog:
         rows = np.atleast_1d(np.asarray(rows, np.int64))
         bare = (self.host_state[rows] == _ABSENT) & (self.nvme_state[rows] == _ABSENT)
         bare &= (self.children[rows] == 0) & (self.leases[rows] == 0) & (self.pins[rows] == 0)
+        parent, children = self.parent.data, self.children.data
+        host, nvme = self.host_state.data, self.nvme_state.data
+        leases, pins = self.leases.data, self.pins.data
         removed = 0
         for row in rows[bare].tolist():
-            while row >= 0 and self._is_bare(row):
+            while row >= 0 and parent[row] != FREE_ROW:
+                if children[row] or host[row] or nvme[row] or leases[row] or pins[row]:
+                    break
                 row = self._remove(row)
                 removed += 1
         return removed
@@ -377,16 +382,6 @@ class Catalog:
         self.host_state, self.host_slot = self._host.state, self._host.slot
         self.nvme_state, self.nvme_slot = self._nvme.state, self._nvme.slot
         self.host_children, self.nvme_children = self._host.children, self._nvme.children
-
-    def _is_bare(self, row: int) -> bool:
-        return not (
-            self.parent[row] == FREE_ROW
-            or self.children[row]
-            or self.host_state[row]
-            or self.nvme_state[row]
-            or self.leases[row]
-            or self.pins[row]
-        )
 
     def _remove(self, row: int) -> int:
         """Take a bare row out; returns its parent."""

@@ -35,6 +35,7 @@ SHAPES = 1 + (len(_SEEN_LIMITS) + 1) * (len(_LENGTH_LIMITS) + 1)
 _RECENT = 1.0 / 64.0
 """Weight of one eviction in what is remembered of victims."""
 _VICTIMS_A_LOOK = 32
+_STAY_SECONDS_MIN = 1.0
 
 
 class ValuePolicy:
@@ -197,7 +198,8 @@ class ValuePolicy:
         classes = self._learner.classes[rows].astype(np.int64)
         stay = self._nvme_stay_seconds
         if stay is None:
-            stay = now - self._started  # nothing had to leave in all that time
+            # Nothing had to leave in all that time.
+            stay = max(now - self._started, _STAY_SECONDS_MIN)
         chance = self._learner.hazard.chance(classes, ages, stay)
         return chance * self._stakes(rows, Tier.NVME)
 

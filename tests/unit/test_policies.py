@@ -23,12 +23,21 @@ LENGTH = 1 << 20
 PROMPT = RequestShape(blocks=4, blocks_found=0)
 
 
+class Measured(Costs):
+    """Nothing was guessed."""
+
+    def is_calibrated(self, namespace_index: int) -> bool:
+        return True
+
+
 class Tiers:
     """A catalog with room in both tiers, a policy, and its picker."""
 
-    def __init__(self, name: str, slots: int = 4096, budget: float = 0.0) -> None:
+    def __init__(
+        self, name: str, slots: int = 4096, budget: float = 0.0, known: Costs | None = None
+    ) -> None:
         self.catalog = Catalog(host_slots=slots, nvme_slots=slots)
-        costs = BlockCosts(self.catalog, Costs(), np.array([16, 64, 0]))
+        costs = BlockCosts(self.catalog, known or Measured(), np.array([16, 64, 0]))
         self.policy = make_policy(name, self.catalog, costs, WearPrice(budget))
         self.picker = VictimPicker(
             self.catalog, self.policy, np.zeros(3, np.bool_), np.random.default_rng(1)
@@ -37,14 +46,22 @@ class Tiers:
         self.free = list(range(slots))[::-1]
         self.names = np.random.default_rng(5)
 
-    def store(self, blocks: int, now: float, *, name: bytes = b"", namespace: int = 0):
+    def store(
+        self,
+        blocks: int,
+        now: float,
+        *,
+        name: bytes = b"",
+        namespace: int = 0,
+        length: int = LENGTH,
+    ):
         rows = self.catalog.add_chain(
             name or self.names.bytes(32 * blocks),
             parent=ABSENT_ROW,
             namespace=namespace,
             clear_count=0,
             depth=0,
-            length=LENGTH,
+            length=length,
         )
         slots = np.array([self.free.pop() for _ in range(blocks)])
         self.catalog.set_host(rows, READY, slots)
@@ -223,9 +240,18 @@ def test_an_empty_nvme_tier_admits_everything_and_a_budget_less():
         for number in range(8):
             rows = tiers.store(4, 1.0 + number)
             admitted = tiers.policy.admit(rows, Tier.NVME, 1.0 + number)
+        assert admitted.all() == (tiers is free)
     assert free.policy.wear_refusals == 0
     assert not admitted.any()
     assert poor.policy.wear_refusals > 0
+
+
+def test_what_nobody_has_measured_is_worth_a_load():
+    """A guess would say: 16 tokens in 4 MiB are computed sooner than they are loaded."""
+    for costs, admitted in ((Measured(), False), (Costs(), True)):
+        tiers = Tiers("value", known=costs)
+        rows = tiers.store(4, 1.0, length=4 << 20)
+        assert tiers.policy.admit(rows, Tier.NVME, 1.0).tolist() == [admitted] * 4
 
 
 def test_what_nvme_admits_is_a_prefix_of_each_chain():
