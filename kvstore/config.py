@@ -122,12 +122,6 @@ class HostConfig(_Section, frozen=True):
             le=100.0,
         ),
     ] = 0.0
-    verify: Annotated[
-        bool,
-        Meta(
-            description="Compare checksums on loads from shared memory; about doubles their cost."
-        ),
-    ] = False
     write_pool_bytes_per_client_max: Annotated[
         int,
         _size(

@@ -121,18 +121,18 @@ def test_file_then_environment_then_flags(tmp_path: Path) -> None:
     )
     env = {"KVSTORE_NVME__READERS": "5", "KVSTORE_NVME__WRITERS": "6"}
     config, sources = load_with_sources(
-        path, env, {"nvme.writers": "7", "host.verify": "true"}, {"host.verify": "--verify"}
+        path, env, {"nvme.writers": "7", "nvme.enabled": "true"}, {"nvme.enabled": "--nvme"}
     )
     assert config.host.bytes == 2 * GIB
     assert (config.nvme.readers, config.nvme.writers) == (5, 7)
-    assert config.host.verify is True
+    assert config.nvme.enabled is True
     assert config.lease.blocks_max == 5
     assert sources == {
         "host.bytes": f"file {path}",
         "nvme.readers": "environment variable KVSTORE_NVME__READERS",
         "nvme.writers": "flag --set",
         "lease.blocks_max": f"file {path}",
-        "host.verify": "flag --verify",
+        "nvme.enabled": "flag --nvme",
     }
 
 
@@ -179,7 +179,7 @@ def test_one_underscore_in_a_variable_is_refused() -> None:
     [
         ("host.bytes", "2 G", ["'2 G'", '"64 MiB"']),
         ("host.bytes", "1MiB", ["'1MiB'", "from 2 MiB"]),
-        ("host.verify", "maybe", ["'maybe'", "true or false"]),
+        ("nvme.enabled", "maybe", ["'maybe'", "true or false"]),
         ("nvme.readers", "900", ["'900'", "up to 64"]),
         ("nvme.readers", "many", ["'many'", "a number"]),
         ("lease.read_seconds", "0s", ["'0s'", "above 0"]),
@@ -201,8 +201,8 @@ def test_a_bad_value_is_refused_by_source_key_value_and_way_out(
 
 
 def test_a_file_has_types_of_its_own(tmp_path: Path) -> None:
-    message = refusal(toml(tmp_path, '[host]\nverify = "true"\n'))
-    assert "host.verify = 'true': must be true or false" in message
+    message = refusal(toml(tmp_path, '[nvme]\nenabled = "true"\n'))
+    assert "nvme.enabled = 'true': must be true or false" in message
     assert load(toml(tmp_path, "[daemon]\ndrain_seconds = 5\n"), {}, {}).daemon.drain_seconds == 5.0
 
 
