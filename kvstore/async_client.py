@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from kvstore.client import (
@@ -144,12 +143,7 @@ class AsyncKVClient:
     async def __aenter__(self) -> AsyncKVClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -315,12 +309,7 @@ class AsyncReadLease:
     async def __aenter__(self) -> AsyncReadLease:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.lease.release()
 
 
@@ -338,10 +327,5 @@ class AsyncWriteReservation:
     async def __aenter__(self) -> AsyncWriteReservation:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.reservation.__exit__(kind, error, trace)
+    async def __aexit__(self, *_: object) -> None:
+        self.reservation.__exit__()

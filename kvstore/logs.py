@@ -76,29 +76,24 @@ class Logger:
     things out of the text.
     """
 
-    def __init__(self, name: str, facts: Mapping[str, object] | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._facts = dict(facts or {})
-
-    def bind(self, **facts: object) -> Logger:
-        """A logger that adds these facts to everything it writes."""
-        return Logger(self.name, self._facts | facts)
 
     def debug(self, event: str, **facts: object) -> None:
-        _output.write("debug", self.name, event, self._facts | facts)
+        _output.write("debug", self.name, event, facts)
 
     def info(self, event: str, **facts: object) -> None:
-        _output.write("info", self.name, event, self._facts | facts)
+        _output.write("info", self.name, event, facts)
 
     def warning(self, event: str, **facts: object) -> None:
-        _output.write("warning", self.name, event, self._facts | facts)
+        _output.write("warning", self.name, event, facts)
 
     def error(self, event: str, **facts: object) -> None:
-        _output.write("error", self.name, event, self._facts | facts)
+        _output.write("error", self.name, event, facts)
 
     def exception(self, event: str, **facts: object) -> None:
         """An error with the traceback of the exception being handled, or of `exc_info`."""
-        _output.write("error", self.name, event, {"exc_info": True} | self._facts | facts)
+        _output.write("error", self.name, event, {"exc_info": True} | facts)
 
 
 def get_logger(name: str) -> Logger:

@@ -1,14 +1,13 @@
 """Declared namespaces: identity digest → index, layout, clear count.
 
-Primitives: `Namespace`, `NamespaceTable.declare / get / clear_counts`.
-May not touch tiers; what must outlive the daemon is handed to a `keep` callback that returns once
-it is durable.
+Primitives: `Namespace`; `NamespaceTable`: `propose` and `add` (between them the caller makes it
+durable), `get`, `at`, `clear_counts`. May not touch tiers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,12 +15,10 @@ from kvstore.errors import InvalidRequest, NamespaceConflict, NamespaceUnknown, 
 from kvstore.layout import BlockLayout
 from kvstore.types import (
     FINGERPRINT_BYTES,
-    PARTS_MAX,
     BoolArray,
     IntArray,
     NamespaceId,
     NamespaceKind,
-    UIntArray,
 )
 
 LABEL_CHARS_MAX = 200
@@ -41,12 +38,6 @@ class Namespace:
     """0: full attention. Else the sliding window in tokens."""
     label: str = ""
     clear_count: int = 0
-    part_lengths: UIntArray = field(init=False)
-
-    def __post_init__(self) -> None:
-        lengths = np.zeros(PARTS_MAX, np.uint64)
-        lengths[: len(self.layout.parts)] = [part.length for part in self.layout.parts]
-        self.part_lengths = lengths
 
     @property
     def is_prefix_closed(self) -> bool:

@@ -3,7 +3,6 @@
 Primitives:
   `Scrubber.verify`     everything once, findings as they are made; with `fix`, what is wrong
                         leaves the store
-  `Scrubber.idle_step`  a few payloads, called when nothing else runs; goes round and round
 
 Reads go to a private buffer, never into the arena. A finding is a miss for that block, not an
 alarm for the others.
@@ -25,7 +24,6 @@ from kvstore.errors import DataError, TierError
 from kvstore.index import Delete
 from kvstore.laws import check_slices
 from kvstore.layout import BlockLayout
-from kvstore.logs import get_logger
 from kvstore.store import ABSENT, READY, Store
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import IntArray, UIntArray
@@ -62,10 +60,6 @@ class Scrubber:
     def __init__(self, store: Store, workers: Executor) -> None:
         self._store = store
         self._workers = workers
-        self._cursor = 0
-        self._log = get_logger("scrub")
-        self.scrubbed_blocks = 0
-        self.damaged_blocks = 0
 
     async def verify(self, *, payloads: bool, fix: bool) -> AsyncIterator[Progress]:
         """Yield progress with findings; with `fix`, blocks that cannot be served are dropped."""
@@ -188,16 +182,3 @@ class Scrubber:
             except (DataError, TierError) as error:
                 findings.append(f"block {job.name.hex()[:16]}… in slot {job.slot}: {error}")
         return findings
-
-    async def idle_step(self) -> None:
-        """Verify the next few payloads; what is damaged leaves the store and is counted."""
-        columns = self._store.catalog
-        if self._cursor >= columns.rows_end:
-            self._cursor = 0
-        rows, self._cursor = self._slice(self._cursor, payloads=True)
-        bad = await self._check(rows, payloads=True)
-        self.scrubbed_blocks += len(rows)
-        self.damaged_blocks += len(bad)
-        for finding in bad.values():
-            self._log.warning("a block on NVMe is damaged", finding=finding)
-        await self._drop(list(bad))

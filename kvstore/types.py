@@ -16,10 +16,6 @@ ClientId = NewType("ClientId", int)
 """Random u63 given at Attach; names one client process to one daemon life."""
 LeaseId = NewType("LeaseId", int)
 ReservationId = NewType("ReservationId", int)
-Row = NewType("Row", int)
-"""Index of a block's record in the catalog's columns."""
-HostSlot = NewType("HostSlot", int)
-NvmeSlot = NewType("NvmeSlot", int)
 
 ByteArray: TypeAlias = NDArray[np.uint8]
 IntArray: TypeAlias = NDArray[np.int64]

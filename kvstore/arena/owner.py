@@ -188,16 +188,6 @@ class Arena:
         """Regions that clients of the last daemon may still write into."""
         return self._reused if self._waited_for else ()
 
-    @property
-    def quarantined(self) -> bool:
-        """Whether there are such regions."""
-        return bool(self.quarantined_regions)
-
-    @property
-    def live_clients(self) -> frozenset[str]:
-        """Lock files of the last daemon's clients that have neither come back nor ended."""
-        return frozenset(self._waited_for)
-
     def recheck_clients(self) -> bool:
         """Ask the kernel again; whether nobody is left to wait for, now and for ever."""
         self._waited_for = {name for name in self._waited_for if not is_gone(self.directory, name)}

@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from kvstore.boundary import GroupReach, common_boundary
@@ -306,10 +305,5 @@ class KVClient:
     def __enter__(self) -> KVClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

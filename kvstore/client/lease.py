@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -102,14 +101,7 @@ class ReadLease:
         layout = self._group(group).layout
         return self._bytes(block, group, layout.rank_offset(rank), layout.rank_payload_bytes)
 
-    def part_view(self, block: int, part: int, group: int = 0) -> ByteArray:
-        """Read-only uint8 [part length] of a readable part; raises like `view`."""
-        found = self._group(group).layout.parts[part]
-        return self._bytes(block, group, found.offset, found.length, 1 << part)
-
-    def _bytes(
-        self, block: int, group: int, start: int, length: int, parts: int | None = None
-    ) -> ByteArray:
+    def _bytes(self, block: int, group: int, start: int, length: int) -> ByteArray:
         self._session.check_open()
         life = self._alive()
         held = self._group(group)
@@ -119,8 +111,7 @@ class ReadLease:
                 f"group {group} holds [{held.first}, {held.blocks})"
             )
         at = block - held.first
-        needed = held.all_parts if parts is None else parts
-        if int(held.readable[at]) & needed != needed:
+        if int(held.readable[at]) != held.all_parts:
             raise InvalidRequest(f"lease: block {block} is not readable yet; iterate load() first")
         if life.arena is None:
             raise InvalidRequest("lease: this daemon has no host tier to read from")
@@ -260,12 +251,7 @@ class ReadLease:
     def __enter__(self) -> ReadLease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

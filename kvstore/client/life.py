@@ -84,9 +84,6 @@ class Life:
         self.region_bytes = welcome.region_bytes
         self.arena_bytes = welcome.regions * welcome.region_bytes
         self.read_lease_seconds = welcome.read_lease_seconds
-        self.write_lease_seconds = welcome.write_lease_seconds
-        self.lease_blocks_max = welcome.lease_blocks_max
-        self.daemon_version = welcome.version
         self.break_even_tokens = dict(welcome.break_even_tokens)
         self.arena = arena
         self.directory = directory

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from types import TracebackType
 
 from kvstore.client.committer import unpack_statuses
 from kvstore.client.keeper import Keeper
@@ -173,12 +172,7 @@ class WriteReservation:
     def __enter__(self) -> WriteReservation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if len(self._ranks_left) == self._layout.ranks:
             self.abort()
         else:

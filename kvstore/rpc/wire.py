@@ -1,15 +1,15 @@
 """Packed little-endian arrays as they travel in `bytes` fields of the control protocol.
 
-Primitives: `pack_u64/u32/u8`, `unpack_u64/u32/u8`, `join_fingerprints`, `split_fingerprints`,
-`unpack_name`, the record `READY` with `pack_ready`, `unpack_ready` and `each_ready`, and the
-protocol's version. Every unpack checks the length first and raises InvalidRequest naming the field;
-the arrays it returns are read-only views into the message's bytes. Knows nothing of gRPC.
+Primitives: `pack_u64`, `unpack_u64`, `unpack_u8`, `split_fingerprints`, `unpack_name`, the record
+`READY` with `each_ready`, and the protocol's version. Every unpack checks the length first and
+raises InvalidRequest naming the field; the arrays it returns are read-only views into the message's
+bytes. Knows nothing of gRPC.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,22 +32,10 @@ READY = np.dtype([("group", "<u2"), ("parts", "<u2"), ("block", "<u4")])
 _READY_RECORD = struct.Struct("<HHI")
 """The same as READY, for one record at a time."""
 
-Integers = Sequence[int] | IntArray | UIntArray | NDArray[np.uint32] | ByteArray
 
-
-def pack_u64(values: Integers) -> bytes:
+def pack_u64(values: Sequence[int] | IntArray | UIntArray) -> bytes:
     """8 bytes a value; -1 in a signed array becomes NO_OFFSET."""
-    return _pack(values, "<u8")
-
-
-def pack_u32(values: Integers) -> bytes:
-    """4 bytes a value."""
-    return _pack(values, "<u4")
-
-
-def pack_u8(values: Integers) -> bytes:
-    """1 byte a value; statuses and tiers."""
-    return _pack(values, "u1")
+    return np.asarray(values, np.uint64).tobytes()
 
 
 def unpack_u64(data: bytes, field: str, count: int | None = None) -> UIntArray:
@@ -55,25 +43,9 @@ def unpack_u64(data: bytes, field: str, count: int | None = None) -> UIntArray:
     return _unpack(data, field, count, "<u8")
 
 
-def unpack_u32(data: bytes, field: str, count: int | None = None) -> NDArray[np.uint32]:
-    """uint32 [count]; `count=None` takes what is there."""
-    return _unpack(data, field, count, "<u4")
-
-
 def unpack_u8(data: bytes, field: str, count: int | None = None) -> ByteArray:
     """uint8 [count]; `count=None` takes what is there."""
     return _unpack(data, field, count, "u1")
-
-
-def join_fingerprints(fingerprints: Iterable[bytes]) -> bytes:
-    """32 bytes each, back to back; raises InvalidRequest when one has another length."""
-    names = list(fingerprints)
-    for index, name in enumerate(names):
-        if len(name) != FINGERPRINT_BYTES:
-            raise InvalidRequest(
-                f"fingerprint {index}: {len(name)} bytes, must be {FINGERPRINT_BYTES}"
-            )
-    return b"".join(names)
 
 
 def split_fingerprints(data: bytes, field: str, most: int | None = None) -> ByteArray:
@@ -95,36 +67,13 @@ def unpack_name(data: bytes, field: str) -> bytes:
     return data
 
 
-def pack_ready(group: int, parts: Integers, blocks: Integers) -> bytes:
-    """READY records of one group; `parts` (bit masks) and `blocks` have one length."""
-    records = np.empty(len(blocks), READY)
-    records["group"] = group
-    records["parts"] = np.asarray(parts)
-    records["block"] = np.asarray(blocks)
-    return records.tobytes()
-
-
-def unpack_ready(data: bytes, field: str) -> NDArray[np.void]:
-    """READY records [n]; also for `LoadReply.failed`."""
-    return _unpack(data, field, None, READY)
-
-
 def each_ready(data: bytes, field: str) -> Iterator[tuple[int, int, int]]:
     """(group, mask of parts, block) of each record: cheaper than an array for a few of them."""
     _check_whole(data, field, _READY_RECORD.size)
     return _READY_RECORD.iter_unpack(data)
 
 
-def _pack(values: Integers, dtype: str) -> bytes:
-    try:
-        # A list with values beyond int64 would become floats without its dtype.
-        array = values if isinstance(values, np.ndarray) else np.array(values, dtype)
-        return array.astype(dtype, copy=False).tobytes()
-    except (OverflowError, ValueError, TypeError) as error:
-        raise InvalidRequest(f"cannot pack {type(values).__name__} as {dtype}: {error}") from error
-
-
-def _unpack(data: bytes, field: str, count: int | None, dtype: str | np.dtype[Any]) -> NDArray[Any]:
+def _unpack(data: bytes, field: str, count: int | None, dtype: str) -> NDArray[Any]:
     size = np.dtype(dtype).itemsize
     _check_whole(data, field, size)
     if count is not None and len(data) != count * size:

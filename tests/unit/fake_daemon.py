@@ -29,6 +29,11 @@ from kvstore.types import BlockStatus, Tier
 REGION_BYTES = 4 << 20
 
 
+def ready(group: int, parts: int, block: int) -> bytes:
+    """One record of what became readable, or (no parts) failed."""
+    return np.array([(group, parts, block)], wire.READY).tobytes()
+
+
 class FakeDaemon(control_pb2_grpc.ControlServicer):
     """Slots of one size; `slot_bytes` must fit the layouts that tests declare."""
 
@@ -280,7 +285,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
             payload = self.on_disk[name]
             if payload == b"broken":
                 yield pb.LoadReply(
-                    failed=wire.pack_ready(number, [0], [block]),
+                    failed=ready(number, 0, block),
                     short_reason="failed",
                 )
                 continue
@@ -296,7 +301,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
                 if part is parts[-1]:
                     with self._lock:
                         self._publish(space, name, slot, len(payload))
-                yield pb.LoadReply(ready=wire.pack_ready(number, [1 << part.index], [block]))
+                yield pb.LoadReply(ready=ready(number, 1 << part.index, block))
         yield pb.LoadReply(done=True)
 
     def Release(self, request: Any, context: Any) -> pb.ReleaseReply:
@@ -334,7 +339,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
             held = {request.namespace, *self.ready, *self.on_disk}
             if request.fingerprints and request.parent not in held:
                 return pb.ReserveReply(
-                    statuses=wire.pack_u8([BlockStatus.NO_PARENT] * len(names)),
+                    statuses=bytes([BlockStatus.NO_PARENT] * len(names)),
                     offsets=wire.pack_u64([wire.NO_OFFSET] * len(names)),
                 )
             for name in names:
@@ -355,7 +360,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
             return pb.ReserveReply(
                 reservation=reservation,
                 lease_seconds=self.write_seconds,
-                statuses=wire.pack_u8(statuses),
+                statuses=bytes(statuses),
                 offsets=wire.pack_u64(offsets),
             )
 
@@ -386,7 +391,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
                     self._publish(space, name, at // self.slot_bytes, layout.block_bytes)
             if request.end or not held:
                 self._free(request.reservation)
-            return pb.CommitReply(statuses=wire.pack_u8(statuses))
+            return pb.CommitReply(statuses=bytes(statuses))
 
     def _free(self, reservation: int) -> int:
         held = self.reservations.pop(reservation, {})

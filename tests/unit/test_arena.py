@@ -272,15 +272,15 @@ def test_regions_wait_for_clients_that_still_live(directory: Path) -> None:
     killed_daemon(directory)
     lock, other = ClientLock.create(directory), ClientLock.create(directory)
     arena = create(directory, total=3 * REGION)
-    assert arena.live_clients == {lock.name, other.name}
-    assert arena.quarantined
+    assert arena._waited_for == {lock.name, other.name}
+    assert arena.quarantined_regions
     assert arena.quarantined_regions == (0, 1)  # the third one is new
     assert not arena.recheck_clients()
     arena.acknowledge_client(lock.name)
-    assert arena.live_clients == {other.name}
+    assert arena._waited_for == {other.name}
     other.close()
     assert arena.recheck_clients()
-    assert not arena.quarantined
+    assert not arena.quarantined_regions
     assert arena.quarantined_regions == ()
     arena.close()
     lock.close()
@@ -291,10 +291,10 @@ def test_a_client_that_dies_is_waited_for_no_more(directory: Path) -> None:
     lock = ClientLock.create(directory)
     arena = create(directory)
     assert not arena.client_gone(lock.name)
-    assert arena.quarantined
+    assert arena.quarantined_regions
     lock.close()
     assert arena.client_gone(lock.name)
-    assert not arena.quarantined
+    assert not arena.quarantined_regions
     arena.close()
 
 
@@ -302,7 +302,7 @@ def test_new_regions_wait_for_nobody(directory: Path) -> None:
     killed_daemon(directory)
     lock = ClientLock.create(directory)
     arena = create(directory, total=2 * REGION, region=2 * REGION)
-    assert not arena.quarantined
+    assert not arena.quarantined_regions
     assert arena.recheck_clients()
     arena.close()
     lock.close()

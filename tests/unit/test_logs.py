@@ -32,7 +32,7 @@ def lines(stream: io.StringIO) -> list[dict[str, object]]:
 def test_json_when_not_on_a_terminal(clock: VirtualClock) -> None:
     stream = io.StringIO()
     logs.configure(stream=stream, clock=clock)
-    logs.get_logger("nvme").bind(tier="nvme").warning("the disk is full", free_bytes=7)
+    logs.get_logger("nvme").warning("the disk is full", tier="nvme", free_bytes=7)
     (line,) = lines(stream)
     assert line["event"] == "the disk is full"
     assert (line["level"], line["logger"]) == ("warning", "nvme")

@@ -108,10 +108,3 @@ def test_a_restart_keeps_indexes_and_counts(table):
     assert [found.id for found in table] == [B, A]
     assert table.clear_counts[:2].tolist() == [0, 9]
     assert table.leaf_exempt[:2].tolist() == [False, True]
-
-
-def test_part_lengths_are_the_layouts(table):
-    found = declare(table)
-    lengths = [part.length for part in LAYOUT.parts]
-    assert found.part_lengths.tolist() == lengths + [0] * (8 - len(lengths))
-    assert found.slot_bytes == LAYOUT.slot_bytes

@@ -190,19 +190,6 @@ def test_dropping_two_damaged_blocks_condemns_no_innocent_row(life):
     assert harness.wait(engine.load([(space, chain)])) == [2]
 
 
-def test_the_idle_scrubber_goes_round(life):
-    harness, space, engine, chain = life
-    scrubber = harness.service.scrubber
-    path, offset = place_of(harness, rows_of(harness, chain)[4])
-    for _ in range(3):
-        harness.wait(scrubber.idle_step())
-    assert (scrubber.scrubbed_blocks, scrubber.damaged_blocks) == (18, 0)
-    flip(path, offset + 4096)
-    harness.wait(scrubber.idle_step())
-    assert scrubber.damaged_blocks == 1
-    assert harness.wait(engine.match([(space, chain)], want_lease=False)).boundary_tokens == 16
-
-
 # ------------------------------------------------------------------ offline
 
 

@@ -22,8 +22,7 @@ def test_arrays_round_trip_little_endian() -> None:
     assert wire.unpack_u64(wire.pack_u64(np.array([-1])), "o").tolist() == [wire.NO_OFFSET]
     mixed = [4096, wire.NO_OFFSET, 2**63 + 1]
     assert wire.unpack_u64(wire.pack_u64(mixed), "o").tolist() == mixed
-    assert wire.unpack_u32(wire.pack_u32([1, 2**32 - 1]), "x").tolist() == [1, 2**32 - 1]
-    assert wire.unpack_u8(wire.pack_u8([0, 255]), "x", 2).tolist() == [0, 255]
+    assert wire.unpack_u8(b"\x00\xff", "x", 2).tolist() == [0, 255]
     assert wire.unpack_u64(b"", "x", 0).size == 0
 
 
@@ -34,15 +33,10 @@ def test_bad_lengths_name_the_field() -> None:
         lambda: wire.split_fingerprints(bytes(33), "offsets"),
         lambda: wire.split_fingerprints(bytes(96), "offsets", 2),
         lambda: wire.unpack_name(bytes(31), "offsets"),
-        lambda: wire.unpack_ready(bytes(9), "offsets"),
         lambda: wire.each_ready(bytes(9), "offsets"),
     ):
         with pytest.raises(InvalidRequest, match="offsets"):
             call()
-    with pytest.raises(InvalidRequest, match="fingerprint 1"):
-        wire.join_fingerprints([bytes(32), bytes(5)])
-    with pytest.raises(InvalidRequest, match="pack"):
-        wire.pack_u8(["a"])  # type: ignore[list-item]
 
 
 def test_unpacked_views_are_read_only() -> None:
@@ -51,12 +45,8 @@ def test_unpacked_views_are_read_only() -> None:
 
 
 def test_ready_records_round_trip() -> None:
-    data = wire.pack_ready(1, [3, 0], [7, 70000])
+    data = np.array([(1, 3, 7), (1, 0, 70000)], wire.READY).tobytes()
     assert len(data) == 2 * wire.READY.itemsize == 16
-    records = wire.unpack_ready(data, "ready")
-    assert records["group"].tolist() == [1, 1]
-    assert records["parts"].tolist() == [3, 0]
-    assert records["block"].tolist() == [7, 70000]
     assert list(wire.each_ready(data, "ready")) == [(1, 3, 7), (1, 0, 70000)]
 
 
