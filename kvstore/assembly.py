@@ -19,7 +19,7 @@ from kvstore.arena import Arena
 from kvstore.blockio import DirectIO
 from kvstore.catalog import Catalog
 from kvstore.clock import Clock
-from kvstore.config import Config
+from kvstore.config import Config, HostConfig
 from kvstore.costs import Costs
 from kvstore.device import Device, open_device
 from kvstore.directory import DirectoryWriter, filter_counters, header_bytes
@@ -84,12 +84,9 @@ def open_gpu(config: Config, device: Device | None = None) -> GpuTier | None:
     )
 
 
-def open_host(config: Config, boot_id: int, gpu: GpuTier | None) -> HostTier:
-    """The host tier with a fresh, empty directory, and that of `gpu` behind it. Raises
-    ConfigError."""
-    counters = filter_counters(config.nvme.bytes_max if config.nvme.enabled else 0)
-    host = config.host
-    pool = SlabPool(
+def host_pool(host: HostConfig) -> SlabPool:
+    """The books of the host tier's slots."""
+    return SlabPool(
         host.bytes // host.slab_bytes,
         host.slab_bytes,
         host.slot_bytes_min,
@@ -97,6 +94,13 @@ def open_host(config: Config, boot_id: int, gpu: GpuTier | None) -> HostTier:
         staging_share=host.staging_share,
         staging_slots_min=host.staging_slots_min,
     )
+
+
+def open_host(config: Config, boot_id: int, gpu: GpuTier | None) -> HostTier:
+    """The host tier with a fresh, empty directory, and that of `gpu` behind it. Raises
+    ConfigError."""
+    counters = filter_counters(config.nvme.bytes_max if config.nvme.enabled else 0)
+    host, pool = config.host, host_pool(config.host)
     namespaces_max = config.limits.namespaces_max
     own_bytes = header_bytes(pool.slots_max, namespaces_max, counters)
     arena = Arena.create(

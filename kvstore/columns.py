@@ -87,11 +87,6 @@ class SlotMap:
         self._entries: NDArray[np.int32] = np.zeros((1, _CHUNK_SLOTS), np.int32)
         self._chunks = 1
 
-    @property
-    def nbytes(self) -> int:
-        """Private memory in bytes."""
-        return self._chunk_of.nbytes + self._entries.nbytes
-
     def rows_of(self, slots: IntArray) -> IntArray:
         """Row of each slot, int64[n], ABSENT_ROW where none."""
         slots = np.asarray(slots, np.int64)
@@ -130,11 +125,6 @@ class Replicas:
         self.by_slot = SlotMap(slots_max)
         self.count = 0
         """Replicas in any state but ABSENT."""
-
-    @property
-    def nbytes(self) -> int:
-        """Private memory in bytes."""
-        return self.state.nbytes + self.slot.nbytes + self.children.nbytes + self.by_slot.nbytes
 
     def grow(self, capacity: int, end: int) -> None:
         """Move the first `end` rows into larger columns."""
@@ -197,11 +187,6 @@ class Family:
         self._first = grown(self._first, capacity, end, ABSENT_ROW)
         self._next = grown(self._next, capacity, end, ABSENT_ROW)
         self._previous = grown(self._previous, capacity, end, ABSENT_ROW)
-
-    @property
-    def nbytes(self) -> int:
-        """Private memory in bytes."""
-        return 5 * self.parent.nbytes
 
     def join_many(self, rows: IntArray, parents: IntArray) -> None:
         """Free rows become children of live rows, of each other, or (ABSENT_ROW) of nobody."""

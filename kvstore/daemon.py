@@ -1,10 +1,8 @@
 """The daemon process: assembles the floors, serves until a signal, drains, leaves nothing behind.
 
-Primitives: `serve(config)` runs a daemon in this process and returns its exit code; `Daemon` is
-the same for tests that
-want it on their own loop. Order of start: locks → NVMe directory → recovery → arena → socket →
-SERVING. The lock of
-the data directory is taken before anything else is touched.
+Primitives: `serve(config)` runs a daemon in this process and returns its exit code; `Daemon` is the
+same on a loop that runs already. Order of start: locks → NVMe directory → arena → recovery → socket
+→ SERVING. The lock of the data directory is taken before anything else is touched.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     KVStoreError
      +- ConfigError                      refuse to start; names the key, the value and the way out
-     +- InvalidRequest                   the caller's mistake: sizes, unknown namespace, foreign
-     reservation
+     +- InvalidRequest                   the caller's mistake: sizes, foreign reservation
      |   +- NamespaceUnknown
      |   +- NamespaceConflict            the same identity declared with another layout
      |   +- ReservationUnknown           ended, foreign, or never granted
@@ -27,8 +26,7 @@
          +- TierFull
          +- TierIO
          +- DeviceError                  a GPU refused, or earlier work on it failed
-         +- ForeignData                  a data directory of another geometry or format; names the
-         way out
+         +- ForeignData                  a data directory of another geometry or format
      x  InvariantViolated                not a KVStoreError: our bug, fatal
 
 "No room" and "not found" are normal answers, never exceptions.

@@ -1,11 +1,9 @@
 """Start-up: the catalog from the NVMe index, whatever way the last life ended.
 
-Primitives: `recover(store, nvme)` → `Recovered`.
-Keeps a record only when its namespace is known, its clear count is current, its slot is its own
-and its parent is
-kept (I5, I6). Everything else leaves the index before the first write. Payloads are verified at
-their first read.
-Vectorised: linear in the records, under a second per 100,000.
+Primitives: `recover(store, nvme)` → `Recovered`. Keeps a record only when its namespace is known,
+its clear count is current, its slot is its own and its parent is kept (I5, I6). Everything else
+leaves the index before the first write. Payloads are verified at every read. Vectorised: linear in
+the records, under a second per 100,000.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """One daemon life: the store, its tasks and its clients behind the verbs of the control API.
 
 Primitives of `Service`: a method a verb that needs more than the store (`declare`, `commit`,
-`load_soon`, `flush`, `delete`,
-`clear`, `verify`), the session hooks (`attached`, `detached`), `maintain` (the periodic task) and
-`statistics`.
-Runs on the loop. Knows no gRPC: rpc/server.py translates. Assembled by daemon.py.
+`load_soon`, `flush`, `delete`, `clear`), the session hooks (`attached`, `detached`), `maintain`
+(the periodic task), `drain` and `health`. Runs on the loop. Knows no gRPC: rpc/server.py
+translates. Assembled by assembly.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -43,7 +42,7 @@ from kvstore.reservation_ends import ReservationEnds
 from kvstore.rpc.control_pb2 import DESCRIPTOR
 from kvstore.rpc.gpu_desk import GpuDesk
 from kvstore.rpc.sessions import Session, Sessions
-from kvstore.scrub import Progress, Scrubber
+from kvstore.scrub import Scrubber
 from kvstore.staging import Staging
 from kvstore.store import Store
 from kvstore.types import (
@@ -329,11 +328,6 @@ class Service:
         self.store.set_clear_count(namespace)
         self.store.start_reclaim()
         self._log.info("namespace cleared", namespace=namespace.id.hex()[:16], clear_count=count)
-
-    async def verify(self, *, payloads: bool, fix: bool) -> AsyncIterator[Progress]:
-        """Index, catalog and segments against each other; payloads when asked."""
-        async for progress in self.scrubber.verify(payloads=payloads, fix=fix):
-            yield progress
 
     async def _in_worker(self, function: Callable[..., None], *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._workers, function, *arguments)

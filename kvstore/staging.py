@@ -5,8 +5,8 @@ Primitives of `Staging`: `opened` (before such a load begins), `ended` (its leas
 
 What a staging load brings up from NVMe leaves the host tier with its lease, so that a scan uses a
 few slots again and again and pushes nothing else out. Of any other load so do the blocks that the
-policy would not keep there. A block stays when somebody else used it
-meanwhile. Runs on the daemon's loop; reads no clock.
+policy would not keep there. A block stays when somebody else used it meanwhile. Runs on the
+daemon's loop; reads no clock.
 """
 
 from __future__ import annotations

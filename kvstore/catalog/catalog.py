@@ -18,7 +18,6 @@ is a *bare name*.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -50,24 +49,11 @@ from kvstore.types import (
 
 Numbers: TypeAlias = NDArray[np.integer] | int
 
-__all__ = ["ABSENT_ROW", "Catalog", "CatalogStatistics"]
+__all__ = ["ABSENT_ROW", "Catalog"]
 
 _CAPACITY_MIN = 1024
-_NAME_BYTES = 176
-"""Measured private memory of a name: its bytes object, dict entry and row number."""
 _CHECK_ROWS = 512
 _ABSENT = int(ReplicaState.ABSENT)
-
-
-@dataclass(frozen=True)
-class CatalogStatistics:
-    """Rows in use; `memory_bytes` is an upper bound, as memory of unused rows is not touched."""
-
-    rows: int
-    capacity: int
-    host_replicas: int
-    nvme_replicas: int
-    memory_bytes: int
 
 
 class Catalog:
@@ -270,18 +256,6 @@ class Catalog:
         return np.array(found, np.int64)
 
     # ------------------------------------------------------------ looking
-
-    def statistics(self) -> CatalogStatistics:
-        """Counters as they are now."""
-        columns = sum(getattr(self, name).nbytes for name in COLUMNS)
-        parts = self._host.nbytes + self._nvme.nbytes + self._family.nbytes
-        return CatalogStatistics(
-            rows=len(self),
-            capacity=len(self.parent),
-            host_replicas=self._host.count,
-            nvme_replicas=self._nvme.count,
-            memory_bytes=columns + parts + _NAME_BYTES * len(self),
-        )
 
     def check_integrity(
         self, is_current: Callable[[IntArray], BoolArray] | None = None

@@ -1,10 +1,8 @@
 """The control API: one gRPC method a verb, translated to the store and back.
 
-Primitives: `ControlServicer`, one coroutine a verb. It checks lengths and limits, finds the
-caller's session, calls
-the store, packs the answer. Typed errors become a status with metadata; anything else is our bug
-and fatal.
-Owns no state but the sessions.
+Primitives: `ControlServicer`, one coroutine a verb: here those that attach, read and write; what to
+load is planning.py, what to keep keeping.py. Each checks lengths and limits, finds the caller's
+session, calls the store, packs the answer. Owns no state.
 """
 
 from __future__ import annotations
@@ -248,7 +246,8 @@ class ControlServicer(KeepingVerbs, PlanningVerbs, control_pb2_grpc.ControlServi
     async def Verify(
         self, request: pb.VerifyRequest, context: Any
     ) -> AsyncIterator[pb.VerifyReply]:
-        async for progress in self.service.verify(payloads=request.payloads, fix=request.fix):
+        verify = self.service.scrubber.verify
+        async for progress in verify(payloads=request.payloads, fix=request.fix):
             yield pb.VerifyReply(
                 checked_blocks=progress.checked_blocks,
                 total_blocks=progress.total_blocks,

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from kvstore.assembly import Workers, make_service, make_store, open_gpu
+from kvstore.assembly import Workers, host_pool, make_service, make_store, open_gpu
 from kvstore.blockio import DirectIO, page_aligned
 from kvstore.config import Config
 from kvstore.directory import DirectoryWriter, filter_counters, header_bytes
@@ -37,7 +37,6 @@ from kvstore.namespaces import Namespace
 from kvstore.recovery import Recovered, recover
 from kvstore.rpc.server import ControlServicer
 from kvstore.service import Service
-from kvstore.slab import SlabPool
 from kvstore.store import READY, Store
 from kvstore.testing.clock import VirtualClock
 from kvstore.testing.disk import CachedDisk
@@ -178,14 +177,7 @@ class Harness:
 
     def _open_host(self, gpu: GpuTier | None) -> HostTier:
         host = self.config.host
-        pool = SlabPool(
-            host.bytes // host.slab_bytes,
-            host.slab_bytes,
-            host.slot_bytes_min,
-            slabs_per_region=host.region_bytes // host.slab_bytes,
-            staging_share=host.staging_share,
-            staging_slots_min=host.staging_slots_min,
-        )
+        pool = host_pool(host)
         namespaces_max = self.config.limits.namespaces_max
         counters = filter_counters(self.config.nvme.bytes_max if self.config.nvme.enabled else 0)
         own_bytes = header_bytes(pool.slots_max, namespaces_max, counters)

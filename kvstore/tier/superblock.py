@@ -1,7 +1,6 @@
 """`superblock.json`: what a data directory is, so that nothing is read with another geometry.
 
-Primitives: `Superblock`, `load`, `store`.
-Beside format and geometry it keeps a copy of the
+Primitives: `Superblock`, `load`, `store`. Beside format and geometry it keeps a copy of the
 namespaces with their clear counts, so that a lost index cannot bring cleared blocks back, and the
 number of lives, which makes generations unique and tells an older index from this one.
 """

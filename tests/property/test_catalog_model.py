@@ -263,7 +263,7 @@ def test_pages_without_holders_are_free_exactly_once(seed: int) -> None:
             rng.choice((tier.store, tier.evict, tier.lease, tier.release, tier.pin, tier.unpin))()
             (only,) = tier.pool.statistics().classes or [None]
             held = only.ready if only else 0
-            assert held == len(tier.catalog) == tier.catalog.statistics().host_replicas
+            assert held == len(tier.catalog) == tier.catalog.replicas(Tier.HOST).count
         tier.end()
 
 
@@ -419,7 +419,7 @@ def test_a_large_tier_is_drained_by_sample_and_scan(branch: float, leased: float
         forest.evict(found)
         gone += found.size
     assert forest.pick(64).size == 0
-    assert gone == 3000 - forest.catalog.statistics().host_replicas
+    assert gone == 3000 - forest.catalog.replicas(Tier.HOST).count
 
 
 def test_samples_find_low_scores() -> None:

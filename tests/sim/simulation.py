@@ -203,7 +203,7 @@ class Simulation:
     async def _no_stray_records(self) -> None:
         """I6: every index record points to a block that the catalog knows."""
         with suppress(KVStoreError):
-            async for progress in self.harness.service.verify(payloads=False, fix=False):
+            async for progress in self.harness.service.scrubber.verify(payloads=False, fix=False):
                 strays = [text for text in progress.findings if "not in the catalog" in text]
                 assert not strays, strays[:3]
 
@@ -371,5 +371,5 @@ class Simulation:
 
     async def _verify(self, engine: Engine, space: Namespace) -> None:
         if self.random.random() < 0.2:
-            async for _ in self.harness.service.verify(payloads=True, fix=True):
+            async for _ in self.harness.service.scrubber.verify(payloads=True, fix=True):
                 await self._pause()

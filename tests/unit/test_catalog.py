@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.catalog import ABSENT_ROW, Catalog
 from kvstore.errors import InvalidRequest, InvariantViolated
-from kvstore.types import ReplicaState
+from kvstore.types import ReplicaState, Tier
 
 READY, ABSENT = ReplicaState.READY, ReplicaState.ABSENT
 FILLING, DRAINING = ReplicaState.FILLING, ReplicaState.DRAINING
@@ -80,7 +80,7 @@ def test_replicas_keep_slots_and_children_in_step(catalog):
     catalog.set_host(int(rows[2]), ABSENT)
     assert catalog.host_children[rows].tolist() == [1, 0, 0]
     assert catalog.host_rows_of(np.array([12])).tolist() == [ABSENT_ROW]
-    assert catalog.statistics().host_replicas == 2
+    assert catalog.replicas(Tier.HOST).count == 2
 
 
 def test_a_replica_may_move_to_another_slot(catalog):
@@ -163,7 +163,7 @@ def test_columns_grow_and_keep_what_they_held():
     assert catalog.rows(names(*range(3000))).tolist() == [*first, *more]
     assert catalog.host_slot[first].tolist() == list(range(1000))
     assert catalog.host_slot[more].max() == -1
-    assert catalog.statistics().capacity >= 3000
+    assert len(catalog.parent) >= 3000
     assert all(step is None for step in catalog.check_integrity())
 
 

@@ -40,7 +40,7 @@ def flip(path, offset):
 
 def findings(harness, **options):
     async def verify():
-        steps = [step async for step in harness.service.verify(**options)]
+        steps = [step async for step in harness.service.scrubber.verify(**options)]
         assert steps[-1].is_done
         return [finding for step in steps for finding in step.findings], steps
 
@@ -141,7 +141,7 @@ def test_what_is_written_during_the_scan_is_no_stray(life):
 
 async def _all(harness, *, fix, payloads=True):
     found = []
-    async for step in harness.service.verify(payloads=payloads, fix=fix):
+    async for step in harness.service.scrubber.verify(payloads=payloads, fix=fix):
         found += step.findings
         await asyncio.sleep(0.003)
     return found
