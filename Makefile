@@ -98,8 +98,20 @@ test-slow: $(STAMP)  ## every slow test but kills at named moments, which need a
 		--ignore=tests/crash/test_named_kills.py
 
 # Suites with a real engine run in the engine's environment.
-bench: $(if $(filter transformers planner replay,$(SUITE)),$(GEMMA_STAMP),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_STAMP),$(if $(filter gpu_check,$(SUITE)),$(NVRTC_STAMP),$(STAMP))))  ## measure: SUITE=dataplane, gateway, transformers, vllm_cpu, ...
-	$(if $(filter transformers planner replay,$(SUITE)),$(TORCH_BIN),$(if $(filter vllm_cpu,$(SUITE)),$(VLLM_BIN),$(BIN)))/python -m bench.$(SUITE) $(ARGS)
+SUITE_BIN := $(BIN)
+SUITE_STAMP := $(STAMP)
+ifneq ($(filter transformers planner replay,$(SUITE)),)
+SUITE_BIN := $(TORCH_BIN)
+SUITE_STAMP := $(GEMMA_STAMP)
+else ifeq ($(SUITE),vllm_cpu)
+SUITE_BIN := $(VLLM_BIN)
+SUITE_STAMP := $(VLLM_STAMP)
+else ifeq ($(SUITE),gpu_check)
+SUITE_STAMP := $(NVRTC_STAMP)
+endif
+
+bench: $(SUITE_STAMP)  ## measure: SUITE=dataplane, gateway, replay, planner, transformers, vllm_cpu, gpu_check
+	$(SUITE_BIN)/python -m bench.$(SUITE) $(ARGS)
 
 format: $(STAMP)  ## let ruff format and sort
 	$(BIN)/ruff format
