@@ -205,7 +205,7 @@ def test_a_lock_file_that_is_none_is_refused(scene: Scene, lock_file: str) -> No
 
 
 def test_an_attachment_begins_with_a_hello(scene: Scene) -> None:
-    unmapped = pb.AttachRequest(unmapped=pb.Unmapped(region=1))
+    unmapped = pb.AttachRequest(unmapped=pb.Unmapped(slab=1))
     for first in ([unmapped], [pb.AttachRequest()], []):
         stream = scene.raw.stub.Attach(iter(first), timeout=SECONDS_MAX)
         assert refusal(lambda stream=stream: next(stream)).kind == "InvalidRequest"
