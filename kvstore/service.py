@@ -408,4 +408,6 @@ class Service:
         for tier in (self.store.host, self.store.nvme, gpu):
             if tier is not None:
                 reasons += tier.health()
+        if self.write_behind is not None and self.write_behind.failure:
+            reasons.append(f"nvme: {self.write_behind.failure}")
         return reasons

@@ -82,6 +82,8 @@ class WriteBehind:
         self._progress = asyncio.Event()
         self._writing: IntArray = NO_ROWS
         """Rows of the batch under way."""
+        self.failure = ""
+        """Why blocks of the last batch did not become durable; "" when they did."""
         self._is_draining = False
         self._drained = asyncio.Event()
         self._budget = WriteBudget(store.config.nvme.write_bytes_per_hour_max, clock())
@@ -101,9 +103,7 @@ class WriteBehind:
     # ------------------------------------------------------------------ what to write
 
     def enqueue(self, rows: IntArray) -> None:
-        """Rows that became READY in host, or were used; those with a copy, or not worth one, are
-        left out.
-        """
+        """Rows READY in host, or used; those with a copy, or not worth one, are left out."""
         store, columns = self._store, self._store.catalog
         rows = rows[(columns.nvme_state[rows] == ABSENT) & (columns.host_state[rows] == READY)]
         rows = rows[[row not in self._queued for row in rows.tolist()]]
@@ -201,8 +201,9 @@ class WriteBehind:
         columns = self._store.catalog
         self._writing = rows
         columns.pins[rows] += 1
+        lengths = columns.length[rows].tolist()
         try:
-            for batch in _cut(rows.tolist(), self._lengths(rows), BATCH_BYTES, BATCH_BLOCKS_MAX):
+            for batch in _cut(rows.tolist(), lengths, BATCH_BYTES, BATCH_BLOCKS_MAX):
                 await self._write(np.array(batch, np.int64))
         finally:
             columns.pins[rows] -= 1
@@ -240,7 +241,8 @@ class WriteBehind:
 
     async def _slots(self, rows: IntArray) -> IntArray:
         """NVMe slots for `rows` in order, evicting for them; fewer when there is no room."""
-        sizes = [self._nvme.slot_bytes_for(length) for length in self._lengths(rows)]
+        lengths = self._store.catalog.length[rows].tolist()
+        sizes = [self._nvme.slot_bytes_for(length) for length in lengths]
         slots: list[int] = []
         while len(slots) < len(sizes):
             size = sizes[len(slots)]
@@ -253,10 +255,6 @@ class WriteBehind:
                 break
             slots += got
         return np.array(slots, np.int64)
-
-    def _lengths(self, rows: IntArray) -> list[int]:
-        lengths: list[int] = self._store.catalog.length[rows].tolist()
-        return lengths
 
     async def _write_frames(
         self, rows: IntArray, slots: IntArray
@@ -314,6 +312,7 @@ class WriteBehind:
         return outcomes
 
     def _failed(self, event: str, blocks: int, error: BaseException) -> None:
+        self.failure = f"{event}: {error}"
         self._skip("io", blocks)
         self._log.warning(event, blocks=blocks, error=str(error))
 
@@ -336,9 +335,7 @@ class WriteBehind:
     async def _record(
         self, rows: IntArray, slots: IntArray, frames: list[FrameFields], written: BoolArray
     ) -> None:
-        """Commit index records of the written frames whose parent made it; the others give their
-        slot back.
-        """
+        """Commit records of the written frames whose parent made it; others free their slot."""
         store, columns = self._store, self._store.catalog
         exempt = store.namespaces.leaf_exempt
         # What was deleted or cleared meanwhile would come back with the next life.
@@ -363,6 +360,8 @@ class WriteBehind:
         good[keep] = True
         columns.set_nvme(rows[~good], ReplicaState.ABSENT)
         self._nvme.free(slots[~good])
+        if good.all():
+            self.failure = ""
         columns.set_nvme(rows[good], ReplicaState.READY)
         self._nvme.publish(slots[good])
         store.counters.add("blocks_written_behind", int(good.sum()))

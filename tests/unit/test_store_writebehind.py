@@ -245,8 +245,10 @@ def test_a_failed_write_is_a_block_in_memory_only(harness, space, engine):
     assert durable == sorted(durable, reverse=True)
     assert durable.count(True) in range(5)
     assert counters(harness, "write_skipped_blocks:io")[0] >= 1
+    assert "broken on purpose" in " ".join(harness.service.health()), "OPS-4: it says so"
     assert harness.wait(engine.load([(space, chain)])) == [5]
     assert harness.wait(engine.flush(space, chain)) == [True] * 5
+    assert "broken" not in " ".join(harness.service.health())
 
 
 @pytest.mark.parametrize("kind", ["write", "sync"])
