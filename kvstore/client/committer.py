@@ -214,17 +214,12 @@ class Committer:
                 raise PeerGone("the daemon went away before the commit")
             reply = self._session.call_until_closed("Commit", request, self._deadline_seconds)
             self._settle(commit, unpack_statuses(reply.statuses, len(commit.offsets)))
-        except KVStoreError as error:
-            self._session.lost(commit.life, error)
+        except Exception as error:  # noqa: BLE001  # nobody may wait for a commit in vain
             if commit.spare:
                 slots.failed(reserved)
             else:
                 self._abort(commit.life, commit.reservation)
-            self._settle(commit, error)
-        except BaseException:
-            # A bug of ours ends this thread: nobody may wait for this commit in vain either.
-            self._settle(commit, PeerGone("the client failed"))
-            raise
+            self._settle(commit, self._session.excuse(commit.life, error))
 
     def _settle(self, commit: Commit, outcome: list[BlockStatus] | KVStoreError) -> None:
         if isinstance(outcome, KVStoreError):

@@ -139,8 +139,8 @@ class Keeper:
                 continue
             try:
                 task.attend(life, now)
-            except KVStoreError as error:
-                self._session.lost(life, error)
+            except Exception as error:  # noqa: BLE001
+                self._session.excuse(life, error)
 
     def _send(self) -> None:
         self._due = float("inf")
@@ -153,8 +153,8 @@ class Keeper:
         for step in (self._send_releases, self._send_aborts, self._send_reports):
             try:
                 step(life)
-            except KVStoreError as error:
-                self._session.lost(life, error)
+            except Exception as error:  # noqa: BLE001
+                self._session.excuse(life, error)
 
     def _send_releases(self, life: Life) -> None:
         """A release that fails is not repeated: the lease runs out by itself."""

@@ -160,6 +160,14 @@ class Session:
             if stream is not None:
                 stream.close()
 
+    def excuse(self, life: Life, error: Exception) -> KVStoreError:
+        """What a background thread makes of what it caught: it goes on, whatever it was."""
+        if isinstance(error, KVStoreError):
+            self.lost(life, error)
+            return error
+        _log.exception("a bug of the client", exc_info=error)
+        return Unavailable(f"a bug of the client: {error!r}")
+
     # ------------------------------------------------------------------ namespaces
 
     def register(self, declaration: Declaration) -> None:
@@ -214,7 +222,7 @@ class Session:
                 if self._attach_once():
                     continue
                 reason = "the daemon ended the attachment"
-            except KVStoreError as error:
+            except Exception as error:  # noqa: BLE001  # a bug, too, may not keep us away for ever
                 reason = f"{type(error).__name__}: {error}"
                 say = _log.info if isinstance(error, Unavailable) else _log.warning
                 say("not attached", socket=self.socket, reason=reason)

@@ -16,6 +16,7 @@ import pytest
 from client_kit import LAYOUT, SECONDS, SPACE, chain_of, coloured, eventually, fill, open_space
 
 from kvstore.client import KVClient
+from kvstore.client.life import Life
 from kvstore.errors import (
     ClientForked,
     InvalidRequest,
@@ -64,6 +65,34 @@ def test_it_attaches_when_the_daemon_comes_and_declares(make_fake: Make, make_cl
     (declared,) = fake.called("Declare")
     assert (declared.namespace, declared.label, declared.layout.layers) == (SPACE, "a model", 2)
     assert space.match(chain_of(space, 1)) == 0
+
+
+def test_background_threads_survive_bugs_of_ours(
+    make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attaching is tried again, and the housekeeper goes on with its other work."""
+    fake = make_fake()
+    struck: list[str] = []
+
+    def breaks_once(place: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(*arguments: Any) -> Any:
+            if place not in struck:
+                struck.append(place)
+                raise ZeroDivisionError(place)
+            return real(*arguments)
+
+        return broken
+
+    monkeypatch.setattr(Life, "open", breaks_once("attach", Life.open))
+    client = make_client()
+    space = open_space(client)
+    monkeypatch.setattr(type(space.spare), "attend", breaks_once("keep", type(space.spare).attend))
+    eventually(lambda: "keep" in struck)
+    space.store(chain_of(space, 1), coloured(1)).result(SECONDS)
+    eventually(lambda: client.statistics().spare_slots)
+    space.lease(chain_of(space, 1)).release()
+    eventually(lambda: fake.called("Release"))
+    assert struck == ["attach", "keep"]
 
 
 def test_the_hello_names_engine_process_and_a_held_lock(make_fake: Make, make_client: Make) -> None:
