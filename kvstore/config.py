@@ -238,12 +238,12 @@ class PolicyConfig(_Section, frozen=True):
     """What is worth keeping, and where."""
 
     name: Annotated[
-        Literal["lru", "value", "lfu", "arc", "s3fifo"],
+        Literal["value", "lru", "lfu", "arc", "s3fifo"],
         _text(
             "value: what is expected to save the most prefill per byte stays (docs/policy.md); "
             "lru: the least recently used leaf goes first; lfu, arc, s3fifo: for comparison."
         ),
-    ] = "lru"
+    ] = "value"
     drive_writes_per_day: Annotated[
         float,
         _number(

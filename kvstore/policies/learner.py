@@ -2,7 +2,8 @@
 
 Primitive: `Learner`: `used`, `came`, `left` tell what happened; `hazard` and `shadow` are what was
 learnt. The shadow is told at once, the curves of many uses together; every few thousand touches
-they are fitted anew to all that is known, in slices of under a millisecond.
+they are fitted anew to all that is known, at costs as believed by then, in slices of under a
+millisecond.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.catalog import Catalog
+from kvstore.policies.costs import BlockCosts
 from kvstore.policies.ghosts import Ghosts, Remembered, keys_of
 from kvstore.policies.hazard import Hazard, Intervals
 from kvstore.policies.shadow import Shadow
@@ -45,12 +47,14 @@ def _renamed(classes: NDArray[np.uint16], uses: NDArray[np.integer]) -> IntArray
 
 
 class Learner:
-    """`classes` u16[rows] and `density` f32[rows] (prefill seconds a byte) are the policy's, kept
+    """`classes` u16[rows], the policy's, and `density` f32[rows] (prefill seconds a byte) are kept
     as long as the catalog's columns.
     """
 
-    def __init__(self, catalog: Catalog, groups: IntArray) -> None:
+    def __init__(self, catalog: Catalog, costs: BlockCosts, groups: IntArray) -> None:
         self._catalog = catalog
+        self._costs = costs
+        self._is_repricing = False
         self.hazard = Hazard(groups)
         self.ghosts = Ghosts()
         self.shadow = Shadow()
@@ -63,7 +67,6 @@ class Learner:
         self._fit_at = _FIRST_FIT_TOUCHES
         self._sweep_at = -1
         self._still_open: Intervals | None = None
-        self.fits = 0
         self.follow_catalog()
 
     @property
@@ -81,6 +84,10 @@ class Learner:
             self.density = np.zeros(capacity, np.float32)
             self.classes[: len(classes)] = classes
             self.density[: len(density)] = density
+
+    def price(self, rows: IntArray) -> None:
+        """Their `density`, as costs are believed now."""
+        self.density[rows] = self._costs.recompute_seconds(rows) / self._costs.bytes(rows)
 
     def grow(self, groups: IntArray) -> None:
         """More classes."""
@@ -156,6 +163,7 @@ class Learner:
         if self._still_open is None or self._sweep_at < 0:
             self._still_open = Intervals(self.hazard.classes)
             self._sweep_at = 0
+            self._is_repricing = self._costs.refresh()
         self._sweep(self._still_open, now)
         if self._sweep_at < self._catalog.rows_end + self.ghosts.slots:
             return
@@ -164,7 +172,6 @@ class Learner:
         # Soon again in the beginning.
         self._fit_at += min(self._touches, max(_FIT_TOUCHES, self._sweep_at // _FIT_SHARE))
         self._sweep_at, self._still_open = -1, None
-        self.fits += 1
 
     def _sweep(self, still_open: Intervals, now: float) -> None:
         """The open intervals of the next entries: rows first, then ghosts."""
@@ -173,7 +180,10 @@ class Learner:
         self._sweep_at = stop
         if start < end:
             rows = np.arange(start, min(stop, end))
-            rows = rows[(catalog.last_use[rows] > 0.0) & (catalog.parent[rows] >= -1)]
+            rows = rows[catalog.parent[rows] >= -1]
+            if self._is_repricing:
+                self.price(rows)
+            rows = rows[catalog.last_use[rows] > 0.0]
             classes = self.classes[rows].astype(np.int64)
             still_open.add(classes, now - catalog.last_use[rows])
         if stop > end:

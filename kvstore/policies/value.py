@@ -49,8 +49,7 @@ class ValuePolicy:
         self._wear = wear
         # Only admission asks how requests looked; without NVMe these classes would stay empty.
         self._shapes = SHAPES if catalog.replicas(Tier.NVME).by_slot.slots_max else 1
-        self._learner = Learner(catalog, self._groups(1))
-        self._fits = 0
+        self._learner = Learner(catalog, costs, self._groups(1))
         self._victims_unseen = dict.fromkeys((Tier.HOST, Tier.NVME), _VICTIMS_A_LOOK)
         self._victim_scores: dict[Tier, float] = {}
         self._started = np.inf
@@ -71,7 +70,7 @@ class ValuePolicy:
         catalog.last_use[rows] = now
         shape = self._shape_of(rows, request)
         learner.classes[rows] = use_class(catalog.uses[rows]) + USE_CLASSES * shape
-        learner.density[rows] = self._costs.recompute_seconds(rows) / self._costs.bytes(rows)
+        learner.price(rows)
         learner.came(rows, now)
 
     def touched(self, rows: IntArray, now: float, request: RequestShape = UNKNOWN_REQUEST) -> None:
@@ -168,9 +167,6 @@ class ValuePolicy:
 
     def _stakes(self, rows: IntArray, tier: Tier) -> FloatArray:
         """Seconds a byte lost with each replica."""
-        if self._fits != self._learner.fits:
-            self._fits = self._learner.fits
-            self._refresh_costs()
         host, nvme = self._costs.byte_seconds(Tier.HOST), self._costs.byte_seconds(Tier.NVME)
         density = self._learner.density[rows].astype(np.float64)
         if tier == Tier.GPU:
@@ -183,14 +179,6 @@ class ValuePolicy:
             # A load is all that is lost, and costs the same for every byte.
             lost = np.where(has_copy, np.minimum(lost, nvme - host), lost)
         return lost
-
-    def _refresh_costs(self) -> None:
-        """Beliefs may have changed since the last fit."""
-        if self._costs.refresh():
-            rows = np.flatnonzero(self._catalog.parent[: self._catalog.rows_end] >= -1)
-            if rows.size:
-                density = self._costs.recompute_seconds(rows) / self._costs.bytes(rows)
-                self._learner.density[rows] = density
 
     def _gains(self, rows: IntArray, now: float) -> FloatArray:
         """Seconds a byte that an NVMe copy of each is expected to save before it has to leave."""

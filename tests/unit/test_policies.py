@@ -16,7 +16,7 @@ from kvstore.policies.shadow import Shadow
 from kvstore.policies.value import ValuePolicy
 from kvstore.policies.wear import WearPrice, bytes_per_second
 from kvstore.policy import RequestShape, VictimPicker
-from kvstore.types import ReplicaState, Tier
+from kvstore.types import NamespaceId, ReplicaState, Tier
 
 READY, ABSENT = ReplicaState.READY, ReplicaState.ABSENT
 LENGTH = 1 << 20
@@ -216,6 +216,20 @@ def test_bytes_count_where_block_sizes_differ():
     # 64 tokens in as many bytes as 16.
     assert density[large[0]] == pytest.approx(4 * density[small[0]], rel=0.01)
     assert tiers.policy.scores(large, Tier.HOST, 5.0) > tiers.policy.scores(small, Tier.HOST, 5.0)
+
+
+def test_beliefs_that_change_are_taken_over_with_the_next_fit():
+    costs = Costs()
+    costs.declare(0, NamespaceId(b"n" * 32))
+    tiers = Tiers("value", known=costs)
+    rows = tiers.store(4, 1.0)
+    before = tiers.policy._learner.density[rows]
+    for _ in range(3):
+        costs.prefill_seen(0, 0, 1024, 60.0)
+    while costs.refresh():
+        pass
+    learnt(tiers, 1.0)
+    assert (tiers.policy._learner.density[rows] > 10 * before).all()
 
 
 def test_a_hint_is_a_class_of_its_own():
