@@ -29,6 +29,9 @@ class Remembered:
     shapes: IntArray
 
 
+NOTHING = Remembered(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
+
+
 def keys_of(catalog: Catalog, rows: IntArray) -> NDArray[np.uint32]:
     """The first 4 bytes of each name."""
     keys: NDArray[np.uint32] = catalog.fingerprints[rows, :4].copy().view(np.uint32)[:, 0]
@@ -70,8 +73,11 @@ class Ghosts:
     def take(self, keys: NDArray[np.uint32]) -> tuple[IntArray, Remembered]:
         """Positions in `keys` of those remembered, and what is; they are forgotten."""
         sets = self._sets_of(keys)
-        same = (self._keys[sets] == keys[:, None]) & (self._last_use[sets] > -np.inf)
-        found, ways = same.nonzero()
+        found, ways = (self._keys[sets] == keys[:, None]).nonzero()
+        if not found.size:
+            return found, NOTHING
+        in_use = self._last_use[sets[found], ways] > -np.inf
+        found, ways = found[in_use], ways[in_use]
         at = (sets[found], ways)
         known = self._read(at)
         self._last_use[at] = -np.inf
@@ -132,7 +138,7 @@ def joined(pieces: list[Remembered]) -> Remembered:
     if len(pieces) == 1:
         return pieces[0]
     if not pieces:
-        return Remembered(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
+        return NOTHING
     return Remembered(
         np.concatenate([piece.last_use for piece in pieces]),
         np.concatenate([piece.uses for piece in pieces]),

@@ -62,7 +62,9 @@ class Learner:
         self.density: NDArray[np.float32] = np.zeros(0, np.float32)
         self._unlearnt: list[tuple[IntArray, FloatArray]] = []
         """Classes and ages of blocks that were used."""
-        self._uses_unlearnt = 0
+        self._lost: list[tuple[IntArray, FloatArray]] = []
+        """The same of blocks that are forgotten."""
+        self._waiting = 0
         self._touches = 0
         self._fit_at = _FIRST_FIT_TOUCHES
         self._sweep_at = -1
@@ -101,7 +103,7 @@ class Learner:
     ) -> None:
         """Held blocks were used: when before, their class then, the prefill seconds saved."""
         self.shadow.used(last_use, seconds, now, held=True)
-        self._note(classes, now - last_use)
+        self._note(self._unlearnt, classes, now - last_use)
         self._went_on(last_use.size, now)
 
     def came(self, rows: IntArray, now: float) -> None:
@@ -116,7 +118,7 @@ class Learner:
             seconds = self.density[again].astype(np.float64) * catalog.length[again]
             self.shadow.used(known.last_use, seconds, now, held=False)
             classes: IntArray = use_class(known.uses) + USE_CLASSES * known.shapes
-            self._note(classes, now - known.last_use)
+            self._note(self._unlearnt, classes, now - known.last_use)
         self._went_on(rows.size, now)
 
     def left(self, rows: IntArray, now: float) -> None:
@@ -127,10 +129,12 @@ class Learner:
         known = Remembered(catalog.last_use[rows], catalog.uses[rows].astype(np.int64), shapes)
         self._forget(self.ghosts.put(keys_of(catalog, rows), known), now)
 
-    def _note(self, classes: IntArray, ages: FloatArray) -> None:
-        self._unlearnt.append((classes, ages))
-        self._uses_unlearnt += ages.size
-        if self._uses_unlearnt >= _BATCH:
+    def _note(
+        self, notes: list[tuple[IntArray, FloatArray]], classes: IntArray, ages: FloatArray
+    ) -> None:
+        notes.append((classes, ages))
+        self._waiting += ages.size
+        if self._waiting >= _BATCH:
             self._learn()
 
     def _went_on(self, touches: int, now: float) -> None:
@@ -139,16 +143,18 @@ class Learner:
             self._work(now)
 
     def _learn(self) -> None:
-        if self._unlearnt:
-            classes, ages = map(np.concatenate, zip(*self._unlearnt, strict=True))
-            self.hazard.closed(classes, ages)
-            self._unlearnt, self._uses_unlearnt = [], 0
+        for notes, learn in ((self._unlearnt, self.hazard.closed), (self._lost, self.hazard.cut)):
+            if notes:
+                classes, ages = map(np.concatenate, zip(*notes, strict=True))
+                learn(classes, ages)
+                notes.clear()
+        self._waiting = 0
 
     def _forget(self, lost: Remembered, now: float) -> None:
         """Ghosts that made way: their intervals were seen up to now, without a use."""
         if lost.uses.size:
             classes = use_class(lost.uses) + USE_CLASSES * lost.shapes
-            self.hazard.cut(classes, now - lost.last_use)
+            self._note(self._lost, classes, now - lost.last_use)
 
     def _make_room_for_ghosts(self, now: float) -> None:
         wanted = _GHOSTS_A_ROW * len(self._catalog)

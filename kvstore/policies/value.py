@@ -34,7 +34,7 @@ _LENGTH_LIMITS = (2048, 8192, 32768)
 SHAPES = 1 + (len(_SEEN_LIMITS) + 1) * (len(_LENGTH_LIMITS) + 1)
 _RECENT = 1.0 / 64.0
 """Weight of one eviction in what is remembered of victims."""
-_VICTIMS_A_LOOK = 32
+_VICTIMS_A_LOOK = 256
 _STAY_SECONDS_MIN = 1.0
 
 
@@ -52,6 +52,8 @@ class ValuePolicy:
         self._learner = Learner(catalog, costs, self._groups(1))
         self._victims_unseen = dict.fromkeys((Tier.HOST, Tier.NVME), _VICTIMS_A_LOOK)
         self._victim_scores: dict[Tier, float] = {}
+        self._host_full = 0
+        """Replicas in host memory when one had to leave."""
         self._started = np.inf
         self._nvme_stay_seconds: float | None = None
         self._nvme_victim_gain = 0.0
@@ -88,6 +90,8 @@ class ValuePolicy:
         """See Policy. Of a block's last replica the metadata stays."""
         catalog, learner = self._catalog, self._learner
         learner.shadow.room = max(1, len(catalog))
+        if tier == Tier.HOST:
+            self._host_full = rows.size + catalog.replicas(tier).count
         self._victims_unseen[tier] += rows.size
         if self._victims_unseen[tier] >= _VICTIMS_A_LOOK and rows.size:
             self._look_at_victims(rows, tier, now)
@@ -124,9 +128,10 @@ class ValuePolicy:
         return affordable
 
     def promote(self, rows: IntArray, now: float) -> BoolArray:
-        """See Policy: those worth more than what left the host tier lately."""
-        victims = self._victim_scores.get(Tier.HOST)
-        if victims is None or self._learner.shadow.is_leading:
+        """See Policy: those worth more than what left host memory lately, all if there is room."""
+        victims, host = self._victim_scores.get(Tier.HOST), self._catalog.replicas(Tier.HOST)
+        has_room = host.count + np.count_nonzero(host.state[rows] == _ABSENT) <= self._host_full
+        if victims is None or has_room or self._learner.shadow.is_leading:
             return np.ones(rows.size, np.bool_)
         result: BoolArray = self.scores(rows, Tier.HOST, now) > victims
         return result
