@@ -167,7 +167,7 @@ def measure(context: Context, cells_worst: Bar, meeting: Bar) -> Iterator[Readin
         warm_up(context, here, prose.prompt(256))
         bench = Bench(context, here, prose)
         if context.wants(meeting.name):
-            seen = bench.rounds(MEETING_CELL, context.several(9, 3))
+            seen = bench.rounds(MEETING_CELL, context.several(7, 3))
             yield Reading(
                 meeting.name,
                 _ratio(seen),
@@ -179,7 +179,7 @@ def measure(context: Context, cells_worst: Bar, meeting: Bar) -> Iterator[Readin
         if context.wants(cells_worst.name):
             ratios, notes = [], []
             for cell in CELLS:
-                seen = bench.rounds(cell, context.several(7, 3))
+                seen = bench.rounds(cell, context.several(5, 3))
                 ratios.append(_ratio(seen))
                 notes.append(
                     f"{cell.speed:g} x, {cell.stored_tokens} + {cell.new_tokens}: "
