@@ -11,12 +11,13 @@ what others need to be reached (I5); "no room" is a short list.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvstore.catalog import ABSENT_ROW
 from kvstore.policy import VictimPicker
-from kvstore.store import READY, Store
+from kvstore.store import NO_ROWS, READY, Store
 from kvstore.types import IntArray, Tier
 
 EMPTY_ROWS_MAX = 128
@@ -28,8 +29,9 @@ SHED_LOOK_SLABS = 16
 LOOK_PAUSE_SECONDS = 0.02
 """Pause after a search that found no slab worth less."""
 ENDS_MAX = 256
-ENDS_SHARE = 8
-"""At most an eighth of a size's slots is kept for chains that grow."""
+ENDS_SHARES = 8, 64
+"""Parts of a size's slots that the ends of growing chains may keep from leaving: an eighth of them
+while anything else can leave, the latest ones after that."""
 
 
 class Room:
@@ -44,10 +46,16 @@ class Room:
         self._look_after = -np.inf
 
     def host_slots(
-        self, slot_bytes: int, count: int, now: float, *, staging: bool = False
+        self,
+        slot_bytes: int,
+        count: int,
+        now: float,
+        *,
+        staging: bool = False,
+        kept: Sequence[IntArray] = (NO_ROWS,),
     ) -> list[int]:
         """Up to `count` slots of one size, FILLING. `staging` may dip into the share kept for
-        promotions.
+        promotions. `kept`: rows not to evict; the next set counts where the one before leaves none.
         """
         host = self._store.host
         if host is None or count <= 0:
@@ -56,8 +64,8 @@ class Room:
         slots = host.take(slot_bytes, count)
         while len(slots) < count:
             missing = count - len(slots)
-            if not self.take_slab_for(slot_bytes, now) and not (
-                self.evict(slot_bytes, missing, now)
+            if not self.take_slab_for(slot_bytes, now) and not any(
+                self._evict(slot_bytes, missing, now, rows) for rows in kept
             ):
                 break
             slots += host.take(slot_bytes, missing)
@@ -65,13 +73,15 @@ class Room:
             slots += host.take(slot_bytes, count - len(slots), staging=True)
         return slots
 
-    def evict(self, slot_bytes: int, count: int, now: float) -> int:
+    def _evict(self, slot_bytes: int, count: int, now: float, kept: IntArray) -> int:
         """Drop up to `count` idle leaves of one block size; return how many went."""
-        store = self._store
+        store, pins = self._store, self._store.catalog.pins
         held = store.host_tier.pool.slots_of_class(slot_bytes)
         if not len(held):
             return 0
+        pins[kept] += 1
         victims = self._picker.choose(held, Tier.HOST, count, now)
+        pins[kept] -= 1
         store.drop_host(victims, "evicted", now)
         return len(victims)
 
@@ -213,14 +223,17 @@ class OpenEnds:
         while len(self._ends) > ENDS_MAX:
             self._ends.popitem(last=False)
 
-    def rows(self, slot_bytes: int, now: float) -> IntArray:
-        """Those that may not make room for slots of this size."""
+    def sets(self, slot_bytes: int, now: float) -> list[IntArray]:
+        """Rows not to evict for slots of this size, and the latest of them, which go last."""
         oldest = now - self._store.config.lease.write_seconds
         while self._ends and next(iter(self._ends.values())) < oldest:
             self._ends.popitem(last=False)
         host = self._store.host_tier
         slots = host.pool.slots_of_class(host.slot_bytes_for(slot_bytes)).size
-        most = min(max(1, slots // ENDS_SHARE), max(0, slots - 1))
-        rows = self._store.catalog.rows(b"".join(list(self._ends)[-most:] if most else ()))
-        known: IntArray = rows[rows != ABSENT_ROW]
-        return known
+        names = list(self._ends)
+        found: list[IntArray] = []
+        for share in ENDS_SHARES:
+            most = min(max(1, slots // share), max(0, slots - 1))
+            rows = self._store.catalog.rows(b"".join(names[-most:] if most else ()))
+            found.append(rows[rows != ABSENT_ROW])
+        return found

@@ -30,7 +30,7 @@ from kvstore.lease import Reservation
 from kvstore.namespaces import Namespace
 from kvstore.reservation_ends import ReservationEnds
 from kvstore.room import OpenEnds, Room
-from kvstore.store import COMMITTED, Store
+from kvstore.store import COMMITTED, NO_ROWS, Store
 from kvstore.types import (
     FINGERPRINT_BYTES,
     PARTS_MAX,
@@ -108,7 +108,9 @@ class WritePath:
         # What the new blocks will hang on may not make room for them.
         kept = distinct(np.append(rows[held], parent_row if parent_row >= 0 else rows[held][:1]))
         columns.pins[kept] += 1
-        granted = self._room.host_slots(namespace.slot_bytes, len(wanted), now)
+        # Where nothing else can leave, another chain's end does: nobody owns all the room.
+        ends = [*self._open_ends.sets(namespace.slot_bytes, now), NO_ROWS]
+        granted = self._room.host_slots(namespace.slot_bytes, len(wanted), now, kept=ends)
         columns.pins[kept] -= 1
         wanted = wanted[: len(granted)]
         if not len(wanted):
@@ -137,10 +139,8 @@ class WritePath:
         self._admit_writer(client)
         most = max(store.config.host.write_pool_bytes_per_client_max, namespace.slot_bytes)
         left = max(0, most - store.reservations.anonymous_bytes(client)) // namespace.slot_bytes
-        kept = self._open_ends.rows(namespace.slot_bytes, now)
-        store.catalog.pins[kept] += 1
-        slots = self._room.host_slots(namespace.slot_bytes, min(count, left), now)
-        store.catalog.pins[kept] -= 1
+        ends = self._open_ends.sets(namespace.slot_bytes, now)
+        slots = self._room.host_slots(namespace.slot_bytes, min(count, left), now, kept=ends)
         if not slots:
             return Grant(None, np.full(count, BlockStatus.NO_ROOM, np.uint8), np.full(count, -1))
         found = np.array(slots, np.int64)

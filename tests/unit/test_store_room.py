@@ -265,6 +265,20 @@ def test_a_growing_chain_does_not_lose_its_end_to_its_own_next_block(full):
     assert harness.wait(engine.read_directory(space, growing)) == 12
 
 
+@pytest.mark.parametrize("anonymous", [False, True])
+def test_growing_chains_do_not_lose_their_ends_to_each_other(full, anonymous):
+    harness, space, engine, chains = full
+    growing = [harness.chain(space, tokens(8, seed=60 + number)) for number in range(3)]
+    for block in range(8):
+        for grown in growing:
+            stored = engine.store(space, grown, block, block + 1, anonymous=anonymous)
+            assert harness.wait(stored) == [STORED], block
+            for chain in chains:
+                harness.wait(engine.load([(space, chain)]))
+            harness.sleep(0.1)
+    assert lengths(harness, space, growing) == [8] * 3
+
+
 def test_a_chain_that_fills_all_room_is_whole_and_then_makes_room_for_others(make_harness):
     harness = make_harness(HOST_ONLY)
     space, engine = harness.declare("a", LAYOUT), harness.engine()
