@@ -86,17 +86,10 @@ class Daemon:
         gc.disable()
         try:
             self._take_locks()
-            nvme = open_nvme(self.config, self.clock) if self.config.nvme.enabled else None
-            self._tiers += [] if nvme is None else [nvme]
             gpu = open_gpu(self.config)
             self._tiers += [] if gpu is None else [gpu]
-            host = open_host(self.config, self.boot_id, gpu) if self.config.host.bytes else None
-            self._tiers += [] if host is None else [host]
-            store = make_store(self.config, host, nvme, gpu=gpu)
-            if nvme is not None:
-                self.recovered = recover(store, nvme)
-                self._log.info("recovered", **self.recovered.facts())
-            self._assemble(store)
+            # On a thread: it takes as long as there are memory and records, and signals are heard.
+            self._assemble(await asyncio.to_thread(self._open_store, gpu))
             await self._listen()
         except BaseException:
             await self.stop()
@@ -104,6 +97,18 @@ class Daemon:
         finally:
             gc.freeze()
             gc.enable()
+
+    def _open_store(self, gpu: GpuTier | None) -> Store:
+        config = self.config
+        nvme = open_nvme(config, self.clock) if config.nvme.enabled else None
+        self._tiers += [] if nvme is None else [nvme]
+        host = open_host(config, self.boot_id, gpu) if config.host.bytes else None
+        self._tiers += [] if host is None else [host]
+        store = make_store(config, host, nvme, gpu=gpu)
+        if nvme is not None:
+            self.recovered = recover(store, nvme)
+            self._log.info("recovered", **self.recovered.facts())
+        return store
 
     def _take_locks(self) -> None:
         socket = self.config.daemon.socket_path

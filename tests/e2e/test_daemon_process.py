@@ -494,6 +494,32 @@ def test_a_violated_invariant_ends_the_daemon(make_daemon: MakeDaemon, hangs: bo
         engine.loads_whole(durable)
 
 
+SLOW_START = """
+import kvstore.cli, kvstore.daemon, sys, time
+real = kvstore.daemon.recover
+def recover(*tiers):
+    print("recovering", flush=True)
+    time.sleep(60)
+    return real(*tiers)
+kvstore.daemon.recover = recover
+kvstore.cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_start_that_takes_long_heeds_sigterm(make_daemon: MakeDaemon) -> None:
+    """The watchdog ends it; the next start finds nothing in its way."""
+    daemon = make_daemon({"daemon.drain_seconds": "1s"})
+    plain = daemon.command()
+    slow = [plain[0], "-c", SLOW_START, *plain[3:]]
+    with subprocess.Popen(slow, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"recovering\n"
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    assert daemon.start().stop() == 0
+
+
 # ---------------------------------------------------------------------- files that go away
 
 
