@@ -46,6 +46,7 @@ PORTION_BLOCKS = 32
 PUBLISH_BLOCKS = 16
 MEASURED_BYTES_MAX = 256 << 20
 ROOM_POLL_SECONDS = 0.005
+FAILURE_SECONDS = 60.0
 
 
 class Mover:
@@ -71,7 +72,15 @@ class Mover:
         self._whole: list[Promotion] = []
         """Read and announced, not READY yet: published together, which costs a tenth a block."""
         self.bytes_inflight = 0
+        self._failed = ("", -np.inf)
+        """Why a read failed last, damaged bytes aside, and when."""
         self.is_closing = False
+
+    @property
+    def failure(self) -> str:
+        """Why reads failed in the last minute; "" when none did."""
+        text, when = self._failed
+        return text if self._now() - when < FAILURE_SECONDS else ""
 
     @property
     def is_busy(self) -> bool:
@@ -294,6 +303,8 @@ class Mover:
         store, row = self._store, promotion.row
         self._leave([promotion])
         reason = "checksum" if isinstance(failure, DataError) else "io"
+        if reason == "io":
+            self._failed = f"loads from NVMe fail: {failure}", self._now()
         store.condemn_damaged(row, reason)
         store.drop_unready(row, reason)
 

@@ -408,6 +408,7 @@ class Service:
         for tier in (self.store.host, self.store.nvme, gpu):
             if tier is not None:
                 reasons += tier.health()
-        if self.write_behind is not None and self.write_behind.failure:
-            reasons.append(f"nvme: {self.write_behind.failure}")
+        for mover in (self.mover, self.write_behind):
+            if mover is not None and mover.failure:
+                reasons.append(f"nvme: {mover.failure}")
         return reasons

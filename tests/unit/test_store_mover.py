@@ -203,6 +203,9 @@ def test_the_last_read_may_be_the_one_that_fails(harness, space, engine):
     assert harness.wait(engine.load([(space, chain)], deadline_seconds=20)) == [3]
     assert harness.service.now() - before < 1
     assert not harness.service.mover.is_busy
+    assert "loads from NVMe" in " ".join(harness.service.health())
+    harness.sleep(61)
+    assert "loads from NVMe" not in " ".join(harness.service.health())
 
 
 def test_a_shutting_down_pool_makes_misses(harness, space, engine):
