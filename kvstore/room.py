@@ -11,7 +11,6 @@ what others need to be reached (I5); "no room" is a short list.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -40,6 +39,7 @@ class Room:
     def __init__(self, store: Store, picker: VictimPicker) -> None:
         self._store = store
         self._picker = picker
+        self.ends = OpenEnds(store)
         self._emptying: int | None = None
         """Slab that is being given up: closed, its blocks leave step by step."""
         self._look_from = 0
@@ -52,10 +52,10 @@ class Room:
         now: float,
         *,
         staging: bool = False,
-        kept: Sequence[IntArray] = (NO_ROWS,),
+        keeps_ends: bool = False,
     ) -> list[int]:
         """Up to `count` slots of one size, FILLING. `staging` may dip into the share kept for
-        promotions. `kept`: rows not to evict; the next set counts where the one before leaves none.
+        promotions. The ends of chains that grow leave last; with `keeps_ends` the latest never do.
         """
         host = self._store.host
         if host is None or count <= 0:
@@ -64,8 +64,8 @@ class Room:
         slots = host.take(slot_bytes, count)
         while len(slots) < count:
             missing = count - len(slots)
-            if not self.take_slab_for(slot_bytes, now) and not any(
-                self._evict(slot_bytes, missing, now, rows) for rows in kept
+            if not self.take_slab_for(slot_bytes, now) and not (
+                self._evict(slot_bytes, missing, now, keeps_ends)
             ):
                 break
             slots += host.take(slot_bytes, missing)
@@ -73,17 +73,21 @@ class Room:
             slots += host.take(slot_bytes, count - len(slots), staging=True)
         return slots
 
-    def _evict(self, slot_bytes: int, count: int, now: float, kept: IntArray) -> int:
-        """Drop up to `count` idle leaves of one block size; return how many went."""
+    def _evict(self, slot_bytes: int, count: int, now: float, keeps_ends: bool) -> bool:
+        """Drop up to `count` idle leaves of one block size; whether any went."""
         store, pins = self._store, self._store.catalog.pins
         held = store.host_tier.pool.slots_of_class(slot_bytes)
         if not len(held):
-            return 0
-        pins[kept] += 1
-        victims = self._picker.choose(held, Tier.HOST, count, now)
-        pins[kept] -= 1
-        store.drop_host(victims, "evicted", now)
-        return len(victims)
+            return False
+        kept = self.ends.sets(len(held), now)
+        for rows in kept if keeps_ends else (*kept, NO_ROWS):
+            pins[rows] += 1
+            victims = self._picker.choose(held, Tier.HOST, count, now)
+            pins[rows] -= 1
+            if len(victims):
+                store.drop_host(victims, "evicted", now)
+                return True
+        return False
 
     # ------------------------------------------------------------------ between block sizes
 
@@ -223,17 +227,15 @@ class OpenEnds:
         while len(self._ends) > ENDS_MAX:
             self._ends.popitem(last=False)
 
-    def sets(self, slot_bytes: int, now: float) -> list[IntArray]:
-        """Rows not to evict for slots of this size, and the latest of them, which go last."""
+    def sets(self, slots: int, now: float) -> list[IntArray]:
+        """Rows that stay in a size of so many slots, and the latest of them, which stay longer."""
         oldest = now - self._store.config.lease.write_seconds
         while self._ends and next(iter(self._ends.values())) < oldest:
             self._ends.popitem(last=False)
-        host = self._store.host_tier
-        slots = host.pool.slots_of_class(host.slot_bytes_for(slot_bytes)).size
         names = list(self._ends)
         found: list[IntArray] = []
         for share in ENDS_SHARES:
-            most = min(max(1, slots // share), max(0, slots - 1))
+            most = min(max(1, slots // share), slots - 1)
             rows = self._store.catalog.rows(b"".join(names[-most:] if most else ()))
             found.append(rows[rows != ABSENT_ROW])
         return found

@@ -29,8 +29,8 @@ from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.lease import Reservation
 from kvstore.namespaces import Namespace
 from kvstore.reservation_ends import ReservationEnds
-from kvstore.room import OpenEnds, Room
-from kvstore.store import COMMITTED, NO_ROWS, Store
+from kvstore.room import Room
+from kvstore.store import COMMITTED, Store
 from kvstore.types import (
     FINGERPRINT_BYTES,
     PARTS_MAX,
@@ -72,7 +72,6 @@ class WritePath:
         self._workers = workers
         self._now = clock
         self._ends = ends
-        self._open_ends = OpenEnds(store)
 
     # ------------------------------------------------------------------ reserve
 
@@ -108,9 +107,7 @@ class WritePath:
         # What the new blocks will hang on may not make room for them.
         kept = distinct(np.append(rows[held], parent_row if parent_row >= 0 else rows[held][:1]))
         columns.pins[kept] += 1
-        # Where nothing else can leave, another chain's end does: nobody owns all the room.
-        ends = [*self._open_ends.sets(namespace.slot_bytes, now), NO_ROWS]
-        granted = self._room.host_slots(namespace.slot_bytes, len(wanted), now, kept=ends)
+        granted = self._room.host_slots(namespace.slot_bytes, len(wanted), now)
         columns.pins[kept] -= 1
         wanted = wanted[: len(granted)]
         if not len(wanted):
@@ -139,8 +136,8 @@ class WritePath:
         self._admit_writer(client)
         most = max(store.config.host.write_pool_bytes_per_client_max, namespace.slot_bytes)
         left = max(0, most - store.reservations.anonymous_bytes(client)) // namespace.slot_bytes
-        ends = self._open_ends.sets(namespace.slot_bytes, now)
-        slots = self._room.host_slots(namespace.slot_bytes, min(count, left), now, kept=ends)
+        # Nobody said what they will follow: not the block that leaves for them.
+        slots = self._room.host_slots(namespace.slot_bytes, min(count, left), now, keeps_ends=True)
         if not slots:
             return Grant(None, np.full(count, BlockStatus.NO_ROOM, np.uint8), np.full(count, -1))
         found = np.array(slots, np.int64)
@@ -363,7 +360,7 @@ class WritePath:
             columns.pins[rows] -= 1
         now = self._now()
         if namespace.is_prefix_closed:
-            self._open_ends.grew(rows, now)
+            self._room.ends.grew(rows, now)
         store.make_ready(rows, now)
 
     def _outcomes(self, rows: IntArray, names: bytes, positions: Sequence[int]) -> ByteArray:
