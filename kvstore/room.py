@@ -80,7 +80,7 @@ class Room:
         if not len(held):
             return False
         kept = self.ends.sets(len(held), now)
-        for rows in kept if keeps_ends else (*kept, NO_ROWS):
+        for rows in kept if keeps_ends and kept else (*kept, NO_ROWS):
             pins[rows] += 1
             victims = self._picker.choose(held, Tier.HOST, count, now)
             pins[rows] -= 1
@@ -238,4 +238,4 @@ class OpenEnds:
             most = min(max(1, slots // share), slots - 1)
             rows = self._store.catalog.rows(b"".join(names[-most:] if most else ()))
             found.append(rows[rows != ABSENT_ROW])
-        return found
+        return [rows for rows in found if len(rows)]
