@@ -11,7 +11,6 @@ versions in VERSIONS; see docs/vllm.md.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,7 +139,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._was_reset = False
-        self._hook_seconds = 0.0
         lanes = lanes_of(read_facts(vllm_config, kv_cache_config, settings))
         client = KVClient(
             settings.socket or None,
@@ -203,47 +201,36 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._kv_cache_manager = kv_cache_manager
 
     def on_new_request(self, request: Any) -> None:
-        began = time.thread_time()
         self.scheduler.arrived(request)
-        self._count(began)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        began = time.thread_time()
-        answer = self.scheduler.matched(request, num_computed_tokens)
-        self._count(began)
-        return answer
+        return self.scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        began = time.thread_time()
         block_ids = blocks.get_block_ids() if num_external_tokens else ()
         self.scheduler.allocated(request, block_ids, num_external_tokens)
-        self._count(began)
 
     def get_external_cache_hit_sources(self, request: Any, num_tokens: int) -> dict[Any, int]:
         host, disk = self.scheduler.sources(request.request_id, num_tokens)
         return {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        began = time.thread_time()
         scheduled = scheduler_output.num_scheduled_tokens
         state = scheduler_output.kv_connector_block_state
         self._last_scheduled = tuple(scheduled)
         orders = self.scheduler.step_orders(
             scheduled, scheduler_output.preempted_req_ids or (), state.get_block_ids
         )
-        self._count(began)
         return Metadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        began = time.thread_time()
         if connector_output.invalid_block_ids:
             self._evict(connector_output.invalid_block_ids)
         meta = connector_output.kv_connector_worker_meta
         report = None if meta is None else meta.report
         self.scheduler.step_ended(report, connector_output.finished_recving or ())
-        self._count(began)
 
     def _evict(self, bad: set[int]) -> None:
         """vLLM keeps bad blocks in its prefix cache until they are computed again; if the request
@@ -282,9 +269,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker.begin(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        began = time.thread_time()
         self.worker.start_loads()
-        self._count(began)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.worker.wait_for_layer(layer_name)
@@ -295,9 +280,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Blocks are saved whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        began = time.thread_time()
         self.worker.end_forward()
-        self._count(began)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received = self.worker.received()
@@ -321,13 +304,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _side(self) -> SchedulerSide | WorkerSide:
         return self._scheduler or self.worker
 
-    def _count(self, began: float) -> None:
-        self._hook_seconds += time.thread_time() - began
-
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         data = self._side.counts.take()
-        if data:  # not every step: what came is sent along with what happened
-            data["hook_seconds"], self._hook_seconds = self._hook_seconds, 0.0
         return Stats(data) if data else None
 
     def shutdown(self) -> None:

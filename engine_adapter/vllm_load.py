@@ -6,7 +6,7 @@ Primitives:
 
 Everything lies in host memory: the scheduler's half saw to that. Slots are copied without a call
 and compared once more after the last copy; what changed meanwhile, or is gone, has failed. A task
-owns its engine blocks until `is_done`.
+owns its engine blocks until it ended.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from engine_adapter.vllm_blocks import LanePages
 from engine_adapter.vllm_orders import BlockOrder, LoadOrder
@@ -38,17 +39,19 @@ class LoadPart:
 
 
 class LoadTask:
-    """Made on the engine's thread, run on the load thread."""
+    """Made on the engine's thread, run on the load thread. One beside the forward pass puts itself
+    into `ended`."""
 
-    def __init__(self, order: LoadOrder, parts: Sequence[LoadPart], done: threading.Event) -> None:
+    def __init__(
+        self, order: LoadOrder, parts: Sequence[LoadPart], ended: SimpleQueue[LoadTask]
+    ) -> None:
         self.order = order
         self.seconds = 0.0
         self.bad_block_ids: set[int] = set()
         self.bad_names: set[bytes] = set()
-        self.is_done = False
         self._is_late = False
         self._parts = tuple(parts)
-        self._wake = done
+        self._ended = ended
         layers = parts[0].pages.layers if order.is_layerwise and parts else 1
         self._gates = [threading.Event() for _ in range(layers)]
 
@@ -57,15 +60,13 @@ class LoadTask:
         """Of the lane with the most of them."""
         found: dict[int, int] = {}
         for part in self._parts:
-            tokens = len(part.order.block_ids) * part.pages.lane.block_tokens
+            tokens = len(part.order) * part.pages.lane.block_tokens
             found[part.order.lane] = found.get(part.order.lane, 0) + tokens
         return max(found.values(), default=0)
 
     @property
     def size_bytes(self) -> int:
-        return sum(
-            len(part.order.block_ids) * part.pages.lane.layout.block_bytes for part in self._parts
-        )
+        return sum(len(part.order) * part.pages.lane.layout.block_bytes for part in self._parts)
 
     def wait(self, layer: str, seconds: float) -> None:
         """Until this layer's copies ended, well or not; only of a layerwise task. A layer that is
@@ -94,13 +95,13 @@ class LoadTask:
             raise
         finally:
             self.seconds = time.monotonic() - began
-            self.is_done = True
             for gate in self._gates:
                 gate.set()
-            self._wake.set()
+            if not self.order.is_layerwise:
+                self._ended.put(self)
 
     def _run(self) -> None:
-        sources = [find_in_host(part.handle, part.order.names) for part in self._parts]
+        sources = [find_in_host(part.handle, part.order) for part in self._parts]
         found = list(zip(self._parts, sources, strict=True))
         for number, gate in enumerate(self._gates):
             for part, source in found:
@@ -132,7 +133,7 @@ class LoadTask:
     def _bad(self, part: LoadPart, first: int) -> None:
         """Blocks from `first` on do not hold the stored bytes."""
         self.bad_block_ids.update(part.order.block_ids[first:])
-        joined = part.order.names.joined
+        joined = part.order.joined
         self.bad_names.update(
             joined[at : at + FINGERPRINT_BYTES]
             for at in range(first * FINGERPRINT_BYTES, len(joined), FINGERPRINT_BYTES)

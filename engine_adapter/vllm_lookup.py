@@ -30,6 +30,8 @@ from kvstore.types import FINGERPRINT_BYTES
 
 LOOKUP_THREADS = 2
 PROMOTION_THREADS = 4
+SLICE_TOKENS = 4096
+"""Hashed in one go."""
 PROMOTION_SECONDS_MIN = 0.02
 GRACE_SECONDS = 0.3
 """The daemon's last word arrives a little after a deadline."""
@@ -99,104 +101,71 @@ class Suppressed:
 
 
 class Lookup:
-    """Made by the scheduler's thread, which has many of them to make at once. Its chains are the
-    lookup's until it is done, then the scheduler's.
+    """One request's question. The scheduler's thread makes many of them at once: so they are plain,
+    without locks, and most values are the class's until they change. The chains are the lookup's
+    until it is done, then the scheduler's."""
 
-    `prompt`: all tokens; `chains`, if there are any yet, hold the first `known` of them.
-    """
+    chains: Sequence[Chain] = ()
+    named_tokens = 0
+    """How many of the request's tokens the chains hold."""
+    asked = 0.0
+    """When the scheduler asked first."""
+    until = 0.0
+    """How long what is below may still take to come up."""
+    answered = 0.0
+    is_done = False
+    is_ended = False
+    tokens = 0
+    """Leading tokens whose blocks lie in host memory."""
+    from_below = 0
+    """How many of them were brought up."""
+    reason = ""
+    """Why there are not more, as far as it is not just absence."""
+    lease: ReadLease | None = None
 
-    __slots__ = (
-        "_done",
-        "_is_ended",
-        "_known",
-        "_lease",
-        "_lock",
-        "_prompt",
-        "began",
-        "chains",
-        "from_below",
-        "reason",
-        "request",
-        "tokens",
-        "until",
-    )
-
-    def __init__(
-        self,
-        request: EngineRequest,
-        prompt: Sequence[int],
-        seconds: float,
-        chains: Sequence[Chain] = (),
-        known: int = 0,
-    ) -> None:
+    def __init__(self, request: EngineRequest) -> None:
         self.request = request
-        self.chains = chains
-        self.tokens = 0
-        """Leading tokens whose blocks lie in host memory."""
-        self.from_below = 0
-        """How many of them were brought up."""
-        self.reason = ""
-        """Why there are not more, as far as it is not just absence."""
-        self.began = time.monotonic()
-        self.until = self.began + seconds
-        self._prompt = prompt
-        self._known = known
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._lease: ReadLease | None = None
-        self._is_ended = False
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    @property
-    def prompt_tokens(self) -> int:
-        """How many tokens the chains hold."""
-        return len(self._prompt)
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it is done, within `seconds`."""
-        return self._done.wait(seconds)
 
     def end(self) -> None:
         """Nobody needs the answer, or the blocks, any more. Idempotent."""
-        with self._lock:
-            self._is_ended = True
-            lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
+        self.is_ended = True
+        self._release()
 
     # ------------------------------------------------------------------ for the threads
-
-    @property
-    def is_ended(self) -> bool:
-        return self._is_ended
 
     def name_blocks(self, make_chains: Callable[[EngineRequest], Sequence[Chain]]) -> int:
         """Hash what is not hashed yet; the largest boundary that may be promised."""
         chains = self.chains or make_chains(self.request)
-        for chain in chains:
-            chain.extend(self._prompt[self._known :])
-        self.chains = chains
+        count = self.request.num_tokens
+        for first in range(self.named_tokens, count, SLICE_TOKENS):
+            tokens = self.request.all_token_ids[first : min(first + SLICE_TOKENS, count)]
+            for chain in chains:
+                chain.extend(tokens)
+            time.sleep(0)  # the engine gets the interpreter now, not after the switch interval
+        self.chains, self.named_tokens = chains, count
         step = lcm(*(chain.block_tokens for chain in chains))
-        return max(len(self._prompt) - 1, 0) // step * step
+        return max(count - 1, 0) // step * step
 
     def hold(self, lease: ReadLease) -> None:
-        """Keep it until `end`; replaces none."""
-        with self._lock:
-            if not self._is_ended:
-                self._lease = lease
-                return
-        lease.release()
+        """Keep it until `end`."""
+        self.lease = lease
+        if self.is_ended:
+            self._release()
+
+    def _release(self) -> None:
+        """By whichever thread comes first."""
+        lease: ReadLease | None = self.__dict__.pop("lease", None)
+        if lease is not None:
+            lease.release()
 
     def answer(self, tokens: int, from_below: int = 0) -> None:
         self.tokens, self.from_below = tokens, from_below
-        self._done.set()
+        self.answered = time.monotonic()
+        self.is_done = True
 
     def fail(self, reason: str) -> None:
         self.reason = reason
-        self._done.set()
+        self.answer(0)
 
 
 class Lookups:
@@ -217,6 +186,11 @@ class Lookups:
         self._budget_seconds = budget_seconds
         self._suppressed = suppressed
         self._ask_from = 0.0
+        self._started = self._settled = 0
+        self._lock = threading.Lock()
+        self._all_settled = threading.Lock()
+        """Held but for a moment: waiting for a bare lock costs the engine's thread least."""
+        self._all_settled.acquire()
         self._queue: SimpleQueue[Lookup | None] = SimpleQueue()
         self._promotions = ThreadPoolExecutor(PROMOTION_THREADS, "kvstore-promote")
         for _ in range(LOOKUP_THREADS):
@@ -224,7 +198,14 @@ class Lookups:
 
     def start(self, lookup: Lookup) -> None:
         """Queue it; costs the caller a microsecond."""
+        self._started += 1
         self._queue.put(lookup)
+
+    def settle(self, seconds: float) -> None:
+        """Wait until none is looked for any more, but for what is being brought up."""
+        self._all_settled.acquire(blocking=False)
+        if self._settled < self._started:
+            self._all_settled.acquire(timeout=seconds)
 
     def close(self) -> None:
         """Running ones end within their deadlines; the others are answered by theirs."""
@@ -237,6 +218,12 @@ class Lookups:
     def _run(self) -> None:
         while (lookup := self._queue.get()) is not None:
             self._guarded(lookup, self._find)
+            with self._lock:
+                self._settled += 1
+                if self._settled >= self._started and self._all_settled.locked():
+                    self._all_settled.release()
+            if lookup.is_done and lookup.tokens:
+                self._guarded(lookup, self._hold)
 
     @staticmethod
     def _guarded(lookup: Lookup, work: Callable[..., None], *arguments: object) -> None:
@@ -258,16 +245,12 @@ class Lookups:
         here = self._client.boundary_in_host(lookup.chains, boundary)
         if here == boundary:
             lookup.answer(here)
-            self._hold(lookup, here)
             return
         lease = self._ask(lookup, boundary, here)
-        if lease is None or _worth_tokens(lease, lookup.chains) <= here:
-            if lease is not None:
-                lookup.hold(lease)
+        boundary = here if lease is None else _worth_tokens(lease, lookup.chains)
+        if lease is None or boundary <= here:
             lookup.answer(here)
             return
-        lookup.hold(lease)
-        boundary = _worth_tokens(lease, lookup.chains)
         budget = max(self._budget_seconds(boundary - here), PROMOTION_SECONDS_MIN)
         until = time.monotonic() + budget
         lookup.until = until + GRACE_SECONDS
@@ -277,21 +260,20 @@ class Lookups:
         except RuntimeError:  # after close
             lookup.answer(here)
 
-    def _hold(self, lookup: Lookup, tokens: int) -> None:
+    def _hold(self, lookup: Lookup) -> None:
         """What was answered already stays where it is, and counts as used."""
-        lease = self._ask(lookup, tokens, tokens)
-        if lease is not None:
-            lookup.hold(lease)
+        if lookup.lease is None:
+            self._ask(lookup, lookup.tokens, lookup.tokens)
 
     def _ask(self, lookup: Lookup, boundary: int, here: int) -> ReadLease | None:
-        """A lease up to `boundary`, of which host memory has `here`; with one KV group also the
-        daemon's word on how much of the rest is worth a load."""
+        """A lease up to `boundary`, held from now on; host memory has `here`. With one KV group
+        also the daemon's word on how much of the rest is worth a load."""
         began = time.monotonic()
         if began < self._ask_from or lookup.is_ended:
             return None
         ability = None
         if len(lookup.chains) == 1 and here < boundary:
-            ability = Ability(lookup.prompt_tokens, here // lookup.chains[0].block_tokens)
+            ability = Ability(lookup.named_tokens, here // lookup.chains[0].block_tokens)
         lease = self._client.match_groups(
             lookup.chains, boundary, deadline_seconds=self._lookup_seconds / 2, ability=ability
         )
@@ -299,6 +281,7 @@ class Lookups:
             self._ask_from = time.monotonic() + PAUSE_SECONDS
         if not lease.boundary_tokens:
             lookup.reason = lease.reason
+        lookup.hold(lease)
         return lease
 
     def _promote(

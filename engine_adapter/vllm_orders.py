@@ -2,16 +2,17 @@
 
 Primitives:
   `Lane`          one KV group of one rank: what a namespace of the store holds
-  `Stretch`       names of consecutive blocks of a lane
   `BlockOrder`    engine blocks of a lane and their names
-  `LoadOrder`, `SaveOrders`, `StepOrders`   the work of one step
+  `LoadOrder`, `StepOrders`   the work of one step
   `WorkerReport`  what a worker found out, merged over ranks
 
-Plain values: they are pickled between processes at every step.
+Plain values, pickled between processes at every step and changed by nobody: frozen classes would
+cost the scheduler a microsecond each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.fingerprint import Chain
@@ -44,45 +45,38 @@ class Lane:
         return self.is_shared or self.rank == rank
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Names of consecutive blocks; what the client's verbs take."""
+@dataclass(slots=True)
+class BlockOrder:
+    """Consecutive blocks: engine block `block_ids[i]` of `lane` holds, or shall hold, the i-th one.
 
+    What the client's verbs take as names."""
+
+    lane: int
+    """Index among the engine's lanes."""
     namespace: NamespaceId
     parent: bytes
     """Name of the block before the first; the namespace itself at the root."""
     joined: bytes
-    """32 bytes a block."""
+    """Names, 32 bytes a block."""
+    block_ids: Sequence[int]
+    number: int = 0
+    """Of a save: comes back once the blocks are stored."""
 
     @classmethod
-    def of(cls, chain: Chain, first: int, stop: int) -> Stretch:
-        names = b"".join(chain[block] for block in range(first, stop))
-        return cls(chain.namespace, chain.parent_of(first), names)
+    def of(cls, lane: int, chain: Chain, ids: Sequence[int], first: int, stop: int) -> BlockOrder:
+        """Blocks [first, stop) of `chain`; `ids` is the request's whole table."""
+        parent, joined = chain.parent_of(first), chain.part(first, stop)
+        return cls(lane, chain.namespace, parent, joined, ids[first:stop])
 
     def __len__(self) -> int:
-        return len(self.joined) // FINGERPRINT_BYTES
+        return len(self.block_ids)
 
     def parent_of(self, depth: int) -> bytes:
         end = depth * FINGERPRINT_BYTES
         return self.joined[end - FINGERPRINT_BYTES : end] if depth else self.parent
 
-    def part(self, first: int, stop: int) -> Stretch:
-        """Blocks [first, stop) of these."""
-        joined = self.joined[first * FINGERPRINT_BYTES : stop * FINGERPRINT_BYTES]
-        return Stretch(self.namespace, self.parent_of(first), joined)
 
-
-@dataclass(frozen=True)
-class BlockOrder:
-    """Engine block `block_ids[i]` of `lane` holds, or shall hold, block `names[i]`."""
-
-    lane: int
-    """Index among the engine's lanes."""
-    names: Stretch
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class LoadOrder:
     """One request's blocks. Ended by exactly one answer a rank, whatever happens."""
 
@@ -92,20 +86,13 @@ class LoadOrder:
     blocks: tuple[BlockOrder, ...]
 
 
-@dataclass(frozen=True)
-class SaveOrder:
-    """Blocks that this step completes. `number` comes back once they are stored."""
-
-    number: int
-    blocks: BlockOrder
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepOrders:
     """Nothing but `fence` in most steps."""
 
     loads: tuple[LoadOrder, ...] = ()
-    saves: tuple[SaveOrder, ...] = ()
+    saves: tuple[BlockOrder, ...] = ()
+    """Blocks that this step completes."""
     fence: int = 0
     """Counts resets: what was saved under an earlier one may not be stored any more."""
 

@@ -6,7 +6,6 @@ Primitives: `Tracked`, `contents_of`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from engine_adapter.vllm_lookup import EngineRequest, Lookup
@@ -14,40 +13,43 @@ from kvstore.fingerprint import Chain, Content
 
 LOADS_MAX = 2
 """Loads of one request between two preemptions: one that fails again and again is computed."""
+NOT_TOLD = -1
+"""Tokens saved, while the lookup has not told what is stored."""
 
 
-@dataclass(slots=True)
 class Tracked:
-    """`lookup` owns `chains` until it is done."""
+    """`lookup` owns `chains` until it is done. Made for every request as it arrives: most values
+    are the class's until they change."""
 
-    request: EngineRequest
-    plain_reason: str = ""
+    plain_reason = ""
     """Why this request neither loads nor saves; "" if it does."""
     lookup: Lookup | None = None
-    is_refreshed: bool = False
-    """The lookup was made again because it had waited long in the queue."""
     chains: Sequence[Chain] = ()
-    hashed_tokens: int = 0
-    computed_tokens: int = 0
+    hashed_tokens = 0
+    computed_tokens = 0
     """What the engine's own cache had when it asked last."""
-    has_failed: bool = False
+    has_failed = False
     """A load failed: what the lookup found is not to be had."""
-    loads: int = 0
-    is_loading: bool = False
-    is_layerwise: bool = False
-    from_below: int = 0
-    saved: list[int] = field(default_factory=list)
-    """A lane: leading blocks that are stored or on their way; empty until the lookup told."""
+    loads = 0
+    is_loading = False
+    is_layerwise = False
+    from_below = 0
+    saved_tokens = NOT_TOLD
+    """Leading tokens whose blocks are stored or on their way, in every lane."""
+    save_from = 0
+    """No lane has a block to save before so many tokens are computed."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
 
     def take_lookup(self) -> bool:
         """Whether what the lookup found may be used from now on."""
         lookup = self.lookup
         if lookup is None or not lookup.is_done or not lookup.chains:
             return False
-        if not self.saved:
-            self.chains = lookup.chains
-            self.hashed_tokens = max(self.hashed_tokens, lookup.prompt_tokens)
-            self.saved = [lookup.tokens // chain.block_tokens for chain in self.chains]
+        if self.saved_tokens == NOT_TOLD:
+            self.chains, self.hashed_tokens = lookup.chains, lookup.named_tokens
+            self.saved_tokens = self.save_from = lookup.tokens
         return True
 
     def forget_lookup(self) -> None:
@@ -56,8 +58,8 @@ class Tracked:
             if not self.take_lookup():
                 self.chains, self.hashed_tokens = (), 0
             self.lookup.end()
-        self.lookup, self.saved = None, []
-        self.is_refreshed = self.has_failed = False
+        self.lookup, self.saved_tokens, self.save_from = None, NOT_TOLD, 0
+        self.has_failed = False
 
     def end_lookup(self) -> None:
         """Its blocks are no longer needed; what it found still counts."""
@@ -67,13 +69,13 @@ class Tracked:
     def load_failed(self) -> None:
         """What did not come is computed, and stored again."""
         self.has_failed = True
-        if self.saved:
-            self.saved = [self.computed_tokens // chain.block_tokens for chain in self.chains]
+        if self.saved_tokens != NOT_TOLD:
+            self.saved_tokens = self.save_from = self.computed_tokens
 
     def name_computed(self, tokens: int) -> None:
-        """Hash the request's tokens up to `tokens`; most calls have a block's worth of work."""
+        """Hash the request's tokens up to `tokens`: a block's worth of them, while it decodes."""
         if tokens > self.hashed_tokens:
-            fresh = list(self.request.all_token_ids[self.hashed_tokens : tokens])
+            fresh = self.request.all_token_ids[self.hashed_tokens : tokens]
             for chain in self.chains:
                 chain.extend(fresh)
             self.hashed_tokens = tokens

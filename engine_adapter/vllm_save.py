@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine_adapter.vllm_blocks import LanePages
-from engine_adapter.vllm_orders import SaveOrder
+from engine_adapter.vllm_orders import BlockOrder
 from engine_adapter.vllm_statistics import Counts
 from kvstore.client import NamespaceHandle, StoreTicket
 from kvstore.errors import KVStoreError
@@ -64,7 +64,7 @@ class Ring:
 
 @dataclass
 class _Job:
-    order: SaveOrder
+    order: BlockOrder
     handle: NamespaceHandle
     rows: ByteArray
     fence: int
@@ -87,9 +87,9 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
         self._thread.start()
 
-    def take(self, order: SaveOrder, pages: LanePages, handle: NamespaceHandle) -> None:
+    def take(self, order: BlockOrder, pages: LanePages, handle: NamespaceHandle) -> None:
         """Copy the order's blocks aside, or count them as refused."""
-        ids = order.blocks.block_ids
+        ids = order.block_ids
         with self._changed:
             rows = self._ring.take(len(ids), pages.lane.layout.block_bytes)
         if rows is None:
@@ -162,14 +162,14 @@ class Saver:
                     self._ring.give_back()
 
     def _store(self, job: _Job) -> None:
-        ticket = job.handle.store(job.order.blocks.names, job.rows)
+        ticket = job.handle.store(job.order, job.rows)
         ticket.when_done(self._settler(job, ticket))
 
     def _settler(self, job: _Job, ticket: StoreTicket) -> Callable[[], None]:
         return lambda: self._settle(job, list(ticket.result(0)))
 
     def _settle(self, job: _Job, statuses: list[BlockStatus]) -> None:
-        blocks = len(job.order.blocks.block_ids)
+        blocks = len(job.order)
         stored = sum(status in _STORED for status in statuses)
         present = statuses.count(BlockStatus.PRESENT)
         self._counts.add(

@@ -9,7 +9,7 @@ Primitives of `SchedulerSide`, in the order in which a request meets them:
   `finished`      forgets it
   `reset`         nothing stored so far may be found again
 
-Never calls the daemon but in `reset`. A step waits at most `stall_seconds` for lookups in all.
+Never calls the daemon but in `reset`. A step waits once for lookups, at most `stall_seconds`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import gcd
+from sys import maxsize
 from typing import Any
 
 from engine_adapter.vllm_lookup import EngineRequest, Lookup, Lookups, Suppressed
@@ -25,12 +27,10 @@ from engine_adapter.vllm_orders import (
     BlockOrder,
     Lane,
     LoadOrder,
-    SaveOrder,
     StepOrders,
-    Stretch,
     WorkerReport,
 )
-from engine_adapter.vllm_requests import LOADS_MAX, Tracked, contents_of
+from engine_adapter.vllm_requests import LOADS_MAX, NOT_TOLD, Tracked, contents_of
 from engine_adapter.vllm_settings import Settings
 from engine_adapter.vllm_speed import Speeds
 from engine_adapter.vllm_statistics import Counts
@@ -38,8 +38,9 @@ from kvstore.client import KVClient, NamespaceHandle
 from kvstore.errors import KVStoreError
 from kvstore.fingerprint import Chain
 
-STALE_SECONDS = 0.25
-"""An answer this old is asked for once more: others may have stored the prefix meanwhile."""
+STALE_SECONDS = 2.0
+"""An answer this old is asked for once more: others may have stored the prefix meanwhile, and the
+lease over what was found runs out before long."""
 NULL_BLOCK = 0
 """vLLM's place holder for blocks that left a sliding window."""
 NOTHING = StepOrders()
@@ -69,10 +70,12 @@ class SchedulerSide:
         self._settings = settings
         self._adapter_digest = adapter_digest
         self._step_tokens_max = step_tokens_max
-        self._may_load, self._may_save = may_load, may_save
+        self._may_save = may_save
+        self._hit_tokens_min = max(settings.hit_tokens_min, 1) if may_load else maxsize
         self._may_layerwise = may_layerwise and settings.layerwise != "never"
         self._wants_events = wants_events
-        self._block_tokens_min = min(lane.block_tokens for lane in lanes)
+        self._step_tokens = gcd(*(lane.block_tokens for lane in lanes))
+        """Some lane's block may end at every multiple of it."""
         self._requests: dict[str, Tracked] = {}
         self._loading: dict[str, Tracked] = {}
         """Beside the forward pass, until the workers report them; also of aborted requests."""
@@ -82,8 +85,9 @@ class SchedulerSide:
         self._next_number = 0
         self._unstored: dict[int, tuple[Any, ...]] = {}
         self._stored: list[tuple[Any, ...]] = []
-        self._last_saves: list[tuple[Tracked, int, int]] = []
-        self._stall_left = settings.stall_seconds
+        self._last_saves: list[tuple[Tracked, int]] = []
+        """Requests saved in the step that was ordered last, and what they had saved before."""
+        self._has_stalled, self._step_now = False, 0.0
         self._fence = self._acknowledged = 0
         self._reset: Future[None] | None = None
         self._is_resetting = False
@@ -100,24 +104,19 @@ class SchedulerSide:
     def arrived(self, request: EngineRequest) -> None:
         """Begin to look for its prefix."""
         tracked = Tracked(request)
+        self._requests[request.request_id] = tracked
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
             tracked.plain_reason = "prompt embeddings"
-        self._requests[request.request_id] = tracked
-        self.counts.add(requests=1)
-        if not tracked.plain_reason:
-            self._look_up(tracked, request.prompt_token_ids or ())
+        else:
+            tracked.lookup = lookup = Lookup(request)
+            self._lookups.start(lookup)
 
-    def _look_up(self, tracked: Tracked, prompt: Sequence[int]) -> None:
-        if tracked.lookup is not None:
-            tracked.forget_lookup()
-        tracked.lookup = Lookup(
-            tracked.request,
-            prompt,
-            self._settings.lookup_seconds,
-            tracked.chains,
-            tracked.hashed_tokens,
-        )
-        self._lookups.start(tracked.lookup)
+    def _look_up_again(self, tracked: Tracked) -> Lookup:
+        tracked.forget_lookup()
+        tracked.lookup = lookup = Lookup(tracked.request)
+        lookup.chains, lookup.named_tokens = tracked.chains, tracked.hashed_tokens
+        self._lookups.start(lookup)
+        return lookup
 
     def _chains(self, request: EngineRequest) -> Sequence[Chain]:
         """On a lookup's thread: an adapter's files may have to be read."""
@@ -130,44 +129,44 @@ class SchedulerSide:
         if tracked is None or tracked.plain_reason or self._is_resetting:
             return 0, False
         tracked.computed_tokens = computed
-        lookup = self._current_lookup(tracked)
-        now = time.monotonic()
+        now = self._step_now = self._step_now or time.monotonic()
+        lookup = self._current_lookup(tracked, now)
         if not lookup.is_done:
-            wait = min(self._stall_left, max(lookup.until - now, 0.0))
-            is_done = wait > 0 and lookup.wait(wait)
-            waited = time.monotonic() - now
-            self._stall_left -= waited
-            self.counts.add(stall_seconds=waited)
-            if not is_done:
-                if now < lookup.until:
-                    return None, False
+            if now > max(lookup.asked + self._settings.lookup_seconds, lookup.until):
                 self.counts.add(lookups_late=1)
                 return 0, False
-        tracked.take_lookup()
+            if not self._wait(lookup, now):
+                return None, False
         tokens = lookup.tokens - computed
-        if not self._may_load or tokens < max(self._settings.hit_tokens_min, 1):
+        if tokens < self._hit_tokens_min:
             return 0, False
         if tracked.loads >= LOADS_MAX:
             self.counts.add(loads_given_up=1)
             return 0, False
+        tracked.take_lookup()
         tracked.from_below = lookup.from_below
         tracked.is_layerwise = self._is_hidden(tokens, request.num_tokens - lookup.tokens)
         return tokens, not tracked.is_layerwise
 
-    def _current_lookup(self, tracked: Tracked) -> Lookup:
-        """A new one after a preemption or a failed load, and once when the first grew old."""
+    def _current_lookup(self, tracked: Tracked, now: float) -> Lookup:
+        """A new one after a preemption, a failed load, or when the answer grew old: one of those
+        a step, and the step goes on without it."""
         lookup = tracked.lookup
         if lookup is None or tracked.has_failed:
-            self._look_up(tracked, list(tracked.request.all_token_ids))
-        elif (
-            not tracked.is_refreshed
-            and lookup.is_done
-            and time.monotonic() - lookup.began > STALE_SECONDS
-        ):
-            self._look_up(tracked, list(tracked.request.all_token_ids))
-            tracked.is_refreshed = True
-        assert tracked.lookup is not None
-        return tracked.lookup
+            lookup = self._look_up_again(tracked)
+        elif lookup.is_done and now > lookup.answered + STALE_SECONDS and not self._has_stalled:
+            lookup = self._look_up_again(tracked)
+            self._has_stalled = True
+        lookup.asked = lookup.asked or now
+        return lookup
+
+    def _wait(self, lookup: Lookup, now: float) -> bool:
+        """Whether it is done; the first one of a step that is not is worth waiting for."""
+        if not self._has_stalled:
+            self._has_stalled = True
+            self._lookups.settle(self._settings.stall_seconds)
+            self.counts.add(stall_seconds=time.monotonic() - now)
+        return lookup.is_done
 
     def _is_hidden(self, tokens: int, suffix: int) -> bool:
         """Whether a load inside the step costs the step no more than it may."""
@@ -203,7 +202,7 @@ class SchedulerSide:
         for index, lane in enumerate(self._lanes):
             begin, end = first // lane.block_tokens, -(-stop // lane.block_tokens)
             ids = block_ids[lane.group]
-            orders += self._block_orders(index, tracked.chains[index], ids, begin, end)
+            orders += _orders_of(index, lane, tracked.chains[index], ids, begin, end)
         order = LoadOrder(request.request_id, tracked.is_layerwise, tuple(orders))
         self._loads.append(order)
         tracked.loads += 1
@@ -226,31 +225,13 @@ class SchedulerSide:
         below = min(tracked.from_below, tokens) if tracked is not None else 0
         return tokens - below, below
 
-    @staticmethod
-    def _block_orders(
-        lane: int, chain: Chain, ids: Sequence[int], begin: int, end: int
-    ) -> list[BlockOrder]:
-        """Blocks [begin, end), without those that a window has left behind."""
-        orders: list[BlockOrder] = []
-        end = min(end, len(ids), len(chain))
-        while begin < end:
-            if ids[begin] == NULL_BLOCK:
-                begin += 1
-                continue
-            stop = begin + 1
-            while stop < end and ids[stop] != NULL_BLOCK:
-                stop += 1
-            names = Stretch.of(chain, begin, stop)
-            orders.append(BlockOrder(lane, names, tuple(ids[begin:stop])))
-            begin = stop
-        return orders
-
     def finished(self, request_id: str) -> None:
         """Its blocks are freed now, or once a load that is under way was reported."""
-        self._loads = [order for order in self._loads if self._keeps(order, request_id)]
+        if self._loads:
+            self._loads = [order for order in self._loads if self._keeps(order, request_id)]
         tracked = self._requests.pop(request_id, None)
         if tracked is not None and not tracked.is_loading:
-            tracked.forget_lookup()
+            tracked.end_lookup()
 
     @staticmethod
     def _keeps(order: LoadOrder, request_id: str) -> bool:
@@ -266,7 +247,7 @@ class SchedulerSide:
         block_ids_of: Callable[[str], Sequence[Sequence[int]] | None],
     ) -> StepOrders:
         """`scheduled`: tokens computed in this step, by request."""
-        self._stall_left = self._settings.stall_seconds
+        self._has_stalled, self._step_now = False, 0.0
         if self._is_resetting and self._acknowledged >= self._fence:
             self._clear_again()
         for request_id in preempted:
@@ -276,12 +257,15 @@ class SchedulerSide:
                 tracked.loads = 0
         self._last_saves.clear()
         self.speeds.step_begins(sum(scheduled.values()))
-        saves: list[SaveOrder] = []
+        saves: list[BlockOrder] = []
         if self._may_save and not self._is_resetting:
+            requests = self._requests
             for request_id, tokens in scheduled.items():
-                tracked = self._requests.get(request_id)
+                tracked = requests.get(request_id)
                 if tracked is not None:
-                    self._save(tracked, tokens, block_ids_of, saves)
+                    computed = tracked.request.num_computed_tokens + tokens
+                    if computed >= tracked.save_from:
+                        self._save(tracked, computed, block_ids_of, saves)
         if not self._loads and not saves and not self._fence:
             return NOTHING
         orders = StepOrders(tuple(self._loads), tuple(saves), self._fence)
@@ -291,41 +275,41 @@ class SchedulerSide:
     def _save(
         self,
         tracked: Tracked,
-        tokens: int,
+        computed: int,
         block_ids_of: Callable[[str], Sequence[Sequence[int]] | None],
-        saves: list[SaveOrder],
+        saves: list[BlockOrder],
     ) -> None:
         """Order what this step completes of a request, once the lookup told what is stored."""
-        if not tracked.saved and not tracked.take_lookup():
-            return
+        saved = tracked.saved_tokens
+        if saved == NOT_TOLD:
+            if not tracked.take_lookup():
+                return
+            saved = tracked.saved_tokens
         request = tracked.request
-        computed = min(request.num_computed_tokens + tokens, request.num_tokens)
-        if computed - min(tracked.saved) * self._block_tokens_min < self._block_tokens_min:
-            return
-        ids = block_ids_of(request.request_id)
+        computed = min(computed, request.num_tokens)
+        ids = block_ids_of(request.request_id) if computed > saved else None
         if ids is None:
             return
         tracked.name_computed(computed)
         for index, lane in enumerate(self._lanes):
-            begin, end = tracked.saved[index], computed // lane.block_tokens
-            if end <= begin:
-                continue
-            chain = tracked.chains[index]
-            for blocks in self._block_orders(index, chain, ids[lane.group], begin, end):
-                self._next_number += 1
-                saves.append(SaveOrder(self._next_number, blocks))
-                self._suppressed.lift(blocks.names.joined)
+            size = lane.layout.block_tokens
+            chain, table = tracked.chains[index], ids[lane.group]
+            first = saved // size
+            for order in _orders_of(index, lane, chain, table, first, computed // size):
+                order.number = self._next_number = self._next_number + 1
+                saves.append(order)
+                self._suppressed.lift(order.joined)
                 if self._wants_events and lane.rank == 0:
-                    self._unstored[self._next_number] = (request, lane, begin, blocks)
-            tracked.saved[index] = end
-            self._last_saves.append((tracked, index, begin))
+                    self._unstored[order.number] = (request, lane, first, order)
+        self._last_saves.append((tracked, saved))
+        tracked.saved_tokens = computed
+        tracked.save_from = computed - computed % self._step_tokens + self._step_tokens
 
     def step_ended(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """`received`: requests whose load ended, well or not."""
         self.speeds.step_ends()
-        for tracked in self._layerwise:
-            tracked.end_lookup()
-        self._layerwise.clear()
+        while self._layerwise:
+            self._layerwise.pop().end_lookup()
         for request_id in received:
             loaded = self._loading.pop(request_id, None)
             if loaded is not None:
@@ -341,9 +325,9 @@ class SchedulerSide:
             if request_id in self._requests:
                 self._requests[request_id].load_failed()
         if report.saves_lost:
-            for tracked, lane, begin in self._last_saves:
-                if tracked.saved:
-                    tracked.saved[lane] = min(tracked.saved[lane], begin)
+            for tracked, before in self._last_saves:
+                if tracked.saved_tokens != NOT_TOLD:
+                    tracked.saved_tokens = tracked.save_from = min(tracked.saved_tokens, before)
         if report.copy_bytes_per_second:
             self.speeds.copied(report.copy_bytes_per_second)
         for number, stored in report.stored.items():
@@ -391,6 +375,26 @@ class SchedulerSide:
         self._lookups.close()
         self._control.shutdown(wait=False, cancel_futures=True)
         self._client.close()
+
+
+def _orders_of(
+    number: int, lane: Lane, chain: Chain, ids: Sequence[int], begin: int, end: int
+) -> list[BlockOrder]:
+    """Blocks [begin, end) of a request's table, without those that a window has left behind."""
+    end = min(end, len(ids), len(chain))
+    if not lane.window_tokens:
+        return [BlockOrder.of(number, chain, ids, begin, end)] if begin < end else []
+    orders: list[BlockOrder] = []
+    while begin < end:
+        if ids[begin] == NULL_BLOCK:
+            begin += 1
+            continue
+        stop = begin + 1
+        while stop < end and ids[stop] != NULL_BLOCK:
+            stop += 1
+        orders.append(BlockOrder.of(number, chain, ids, begin, stop))
+        begin = stop
+    return orders
 
 
 def open_lane(client: KVClient, lane: Lane) -> NamespaceHandle:

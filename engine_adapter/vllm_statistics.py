@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from threading import Lock
 
 COUNTERS: dict[str, str] = {
-    "requests": "Requests that the engine announced",
     "loads": "Loads ordered",
     "loads_layerwise": "Loads ordered inside a forward pass",
     "loads_failed": "Loads that did not bring the stored bytes; computed instead",
@@ -25,7 +24,6 @@ COUNTERS: dict[str, str] = {
     "refused_blocks": "Blocks not stored: no room, no parent, daemon away or busy",
     "saved_bytes": "Bytes of the blocks stored",
     "stall_seconds": "Seconds that scheduling waited for lookups",
-    "hook_seconds": "Processor seconds inside the connector's hooks on the engine's threads",
     "errors": "Faults of the connector that were kept from the engine",
 }
 

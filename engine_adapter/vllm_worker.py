@@ -13,8 +13,8 @@ daemon on the engine's thread.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from engine_adapter.vllm_blocks import LanePages
@@ -50,8 +50,9 @@ class WorkerSide:
         self._orders = NOTHING
         self._waiting: list[LoadOrder] = []
         self._layerwise: list[LoadTask] = []
-        self._running: list[LoadTask] = []
-        self._wake = threading.Event()
+        self._running = 0
+        """Loads beside the forward pass that were not reported yet."""
+        self._ended: SimpleQueue[LoadTask] = SimpleQueue()
         self._had_forward = False
         self._bad_block_ids: set[int] = set()
         self._failed: set[str] = set()
@@ -82,8 +83,11 @@ class WorkerSide:
                 for blocks in order.blocks
                 if blocks.lane in self._pages
             ]
-            task = LoadTask(order, parts, self._wake)
-            (self._layerwise if order.is_layerwise else self._running).append(task)
+            task = LoadTask(order, parts, self._ended)
+            if order.is_layerwise:
+                self._layerwise.append(task)
+            else:
+                self._running += 1
             self._loader.start(task)
         self._waiting.clear()
 
@@ -111,7 +115,7 @@ class WorkerSide:
             self._reported().saves_lost = True
             return
         for order in self._orders.saves:
-            index = order.blocks.lane
+            index = order.lane
             if index in self._pages and self._lanes[index].rank == self._rank:
                 self._saver.take(order, self._pages[index], self._handles[index])
 
@@ -140,18 +144,18 @@ class WorkerSide:
 
     def received(self) -> set[str]:
         """Requests whose load ended since the last step, well or not."""
-        if not self._running:
-            return set()
-        if not self._had_forward:
-            self._wake.wait(IDLE_WAIT_SECONDS)
-        self._wake.clear()
-        done = [task for task in self._running if task.is_done]
-        if not done:
-            return set()
-        self._running = [task for task in self._running if task not in done]
-        for task in done:
+        received: set[str] = set()
+        wait = not self._had_forward
+        while self._running:
+            try:
+                task = self._ended.get(wait, IDLE_WAIT_SECONDS)
+            except Empty:
+                break
+            self._running -= 1
             self._take(task)
-        return {task.order.request for task in done}
+            received.add(task.order.request)
+            wait = False
+        return received
 
     def failed(self) -> set[str]:
         """Those of `received` that did not come whole."""

@@ -151,6 +151,10 @@ class Chain:
         """All fingerprints, concatenated."""
         return b"".join(self._names)
 
+    def part(self, first: int, stop: int) -> bytes:
+        """Fingerprints of blocks [first, stop), concatenated."""
+        return b"".join(self._names[first:stop])
+
     def parent_of(self, depth: int) -> bytes:
         """Name of the block before `depth`; the namespace itself for the first."""
         return self._names[depth - 1] if depth else self.namespace

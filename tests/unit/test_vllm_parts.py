@@ -25,7 +25,7 @@ from engine_adapter.vllm_identity import (
     lanes_of,
     weights_digest_of,
 )
-from engine_adapter.vllm_orders import Stretch, WorkerReport
+from engine_adapter.vllm_orders import BlockOrder, WorkerReport
 from engine_adapter.vllm_save import Ring
 from engine_adapter.vllm_settings import settings_from
 from engine_adapter.vllm_speed import Speeds
@@ -149,14 +149,13 @@ def test_the_ring_never_hands_out_what_is_taken(sizes: list[int], draw: Any) -> 
     assert Ring(100).take(101, 1) is None
 
 
-def test_names_of_a_stretch_are_those_of_its_chain() -> None:
+def test_an_order_names_the_blocks_of_its_chain() -> None:
     whole = chain(NamespaceId(b"n" * 32), range(10 * 4), 4)
-    part = Stretch.of(whole, 3, 8)
-    assert len(part) == 5
-    assert part.parent_of(0) == whole[2]
-    assert part.parent_of(2) == whole[4]
-    assert part.part(1, 3) == Stretch.of(whole, 4, 6)
-    assert Stretch.of(whole, 0, 2).parent_of(0) == whole.namespace
+    order = BlockOrder.of(0, whole, [10 + at for at in range(10)], 3, 8)
+    assert len(order) == 5
+    assert order.block_ids == [13, 14, 15, 16, 17]
+    assert [order.parent_of(at) for at in range(6)] == [whole[at] for at in range(2, 8)]
+    assert BlockOrder.of(0, whole, range(10), 0, 2).parent_of(0) == whole.namespace
 
 
 def test_reports_of_ranks_keep_the_worst_of_both() -> None:

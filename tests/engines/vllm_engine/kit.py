@@ -51,7 +51,7 @@ class Digests:
         take, run = Saver.take, LoadTask._run
 
         def recording_take(saver: Any, order: Any, pages: Any, handle: Any) -> None:
-            self.saved.update(digests_of(pages, order.blocks))
+            self.saved.update(digests_of(pages, order))
             take(saver, order, pages, handle)
 
         def recording_run(task: Any) -> None:
@@ -74,7 +74,7 @@ def digests_of(pages: Any, order: Any) -> dict[bytes, bytes]:
     rows = np.empty((len(order.block_ids), pages.lane.layout.block_bytes), np.uint8)
     pages.gather(order.block_ids, rows)
     return {
-        order.names.parent_of(at + 1): hashlib.blake2b(row, digest_size=16).digest()
+        order.parent_of(at + 1): hashlib.blake2b(row, digest_size=16).digest()
         for at, row in enumerate(rows)
     }
 
