@@ -13,7 +13,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench import vllm_chaos, vllm_cost, vllm_hits
+from bench import vllm_chaos, vllm_cost, vllm_hits, vllm_serve
 from bench.harness import Bar, Context, Part, Reading, Suite
 
 ROWS = Path("tests/engines/vllm_engine")
@@ -56,6 +56,7 @@ SUITE = Suite(
         ),
         vllm_cost.PART,
         *vllm_hits.PARTS,
+        *vllm_serve.PARTS,
         vllm_chaos.PART,
     ],
 )
