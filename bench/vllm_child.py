@@ -25,6 +25,8 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "REPLY "
+DTYPE = "bfloat16" if "avx512f" in Path("/proc/cpuinfo").read_text() else "float32"
+"""Other processors emulate bfloat16 at a fifth of the speed of float32."""
 SCHEDULER_HOOKS = (
     "on_new_request",
     "get_num_new_matched_tokens",

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.daemons import DaemonProcess
 from bench.harness import Bar, Context, Part, Reading, pairs, spread
-from bench.vllm_child import EngineProcess
+from bench.vllm_child import DTYPE, EngineProcess
 
 PROMPTS = 64
 TOKENS = 500
@@ -26,7 +26,7 @@ BARS = (
     Bar("idle_step_us", "us", at_most=30),
 )
 DAEMON = {"host.bytes": "1GiB", "nvme.enabled": "false"}
-OPTIONS = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 2048, "dtype": "bfloat16"}
+OPTIONS = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 2048, "dtype": DTYPE}
 
 
 def _fresh(turn: int, salt: int) -> list[tuple[int, int]]:

@@ -14,13 +14,13 @@ import numpy as np
 
 from bench.daemons import DaemonProcess
 from bench.harness import OUT, Bar, Context, Part, Reading, pairs
-from bench.vllm_child import EngineProcess
+from bench.vllm_child import DTYPE, EngineProcess
 
 TOKENS = 1900
 GEMMA = OUT / "models" / "gemma3-270m"
 DAEMON = {"host.bytes": "1GiB", "nvme.enabled": "false"}
 OPTIONS = {
-    "dtype": "bfloat16",
+    "dtype": DTYPE,
     "kv_cache_memory_bytes": 512 << 20,
     "max_num_batched_tokens": 2048,
     "block_size": 128,
@@ -64,7 +64,7 @@ def _gemma(context: Context) -> Iterator[Reading]:
                 hits.append(hit[0])
         medians = [float(np.median(samples)) for samples in (hits, own, cold)]
         setting = (
-            f"Gemma 3 270M bf16, {TOKENS} tokens, {wanted} of them from host memory, medians of "
+            f"Gemma 3 270M {DTYPE}, {TOKENS} tokens, {wanted} of them from host memory, medians of "
             f"{len(hits)}: hit {medians[0]:.3g} s, own prefix cache {medians[1]:.3g} s, full "
             f"prefill {medians[2]:.3g} s"
         )

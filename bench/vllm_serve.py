@@ -31,6 +31,7 @@ import numpy as np
 
 from bench.daemons import DaemonProcess
 from bench.harness import OUT, Bar, Context, Part, Reading
+from bench.vllm_child import DTYPE
 
 ROOT = Path(__file__).resolve().parent.parent
 GEMMA = OUT / "models" / "gemma3-270m"
@@ -42,8 +43,8 @@ PREFIXES = 8
 PREFIX_TOKENS, TAIL_TOKENS, NEW_TOKENS = 1024, 40, 24
 CLIENTS = 2
 OPTIONS = (
-    *("--dtype", "bfloat16", "--block-size", "128", "--max-model-len", "2048"),
-    *("--kv-cache-memory-bytes", str(96 << 20), "--no-disable-hybrid-kv-cache-manager"),
+    *("--dtype", DTYPE, "--block-size", "128", "--max-model-len", "2048"),
+    *("--kv-cache-memory-bytes", str(128 << 20), "--no-disable-hybrid-kv-cache-manager"),
 )
 DAEMON = {"host.bytes": "1GiB", "nvme.enabled": "false"}
 QUANTILES = (50, 95, 99)
