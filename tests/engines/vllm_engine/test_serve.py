@@ -15,7 +15,6 @@ from tests.engines.vllm_engine.kit import BLOCK, prompt
 
 SHARED = prompt(1, 400)
 PROMPTS = [SHARED + prompt(10 + at, 30 + 7 * at) for at in range(8)]
-HIT = len(SHARED) // BLOCK * BLOCK
 OPTIONS = (
     *("--dtype", "float32", "--block-size", str(BLOCK), "--max-model-len", "2048"),
     *("--kv-cache-memory-bytes", str(64 << 20)),
@@ -45,5 +44,4 @@ def test_eight_clients_get_the_answers_of_one(server: Server, store: DaemonProce
     store.start()
     with ThreadPoolExecutor(8) as clients:
         assert list(clients.map(server.complete, PROMPTS)) == alone
-    assert server.counter("vllm:kvstore_promised_host_tokens_total") >= HIT
     assert "vllm:external_prefix_cache_queries_total" in server.call("/metrics")
