@@ -118,6 +118,7 @@ def run_schedules(
             engine.connected()
             oracle = [engine.cold(tokens, new_tokens=NEW_TOKENS).tokens for tokens in prompts]
             for _ in range(count):
+                engine.connected()  # else most schedules meet no daemon at all
                 chosen = [draw.randrange(PROMPTS) for _ in range(REQUESTS)]
                 engine.scheduler._may_layerwise = draw.random() < 0.5
                 if draw.random() < 0.7:
