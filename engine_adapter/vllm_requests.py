@@ -24,6 +24,8 @@ class Tracked:
     plain_reason = ""
     """Why this request neither loads nor saves; "" if it does."""
     lookup: Lookup | None = None
+    is_refreshed = False
+    """The answer had grown old, and was asked for again: once, as steps may be longer than that."""
     chains: Sequence[Chain] = ()
     hashed_tokens = 0
     computed_tokens = 0
@@ -59,7 +61,7 @@ class Tracked:
                 self.chains, self.hashed_tokens = (), 0
             self.lookup.end()
         self.lookup, self.saved_tokens, self.save_from = None, NOT_TOLD, 0
-        self.has_failed = False
+        self.is_refreshed = self.has_failed = False
 
     def end_lookup(self) -> None:
         """Its blocks are no longer needed; what it found still counts."""

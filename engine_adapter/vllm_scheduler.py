@@ -154,9 +154,13 @@ class SchedulerSide:
         lookup = tracked.lookup
         if lookup is None or tracked.has_failed:
             lookup = self._look_up_again(tracked)
-        elif lookup.is_done and now > lookup.answered + STALE_SECONDS and not self._has_stalled:
+        elif (
+            lookup.is_done
+            and now > lookup.answered + STALE_SECONDS
+            and not (self._has_stalled or tracked.is_refreshed)
+        ):
             lookup = self._look_up_again(tracked)
-            self._has_stalled = True
+            self._has_stalled = tracked.is_refreshed = True
         lookup.asked = lookup.asked or now
         return lookup
 

@@ -185,6 +185,24 @@ def test_a_preempted_request_is_looked_up_anew(engine: FakeEngine) -> None:
     assert engine.ask(request)[0] == 5 * BLOCK
 
 
+def test_an_old_answer_is_asked_for_again_once_and_no_step_waits_for_it(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [FakeRequest(f"a{at}", tokens_of(1, 4 * BLOCK)) for at in range(2)]
+    scheduler: Any = engine.scheduler
+    for request in requests:
+        scheduler.arrived(request)
+        assert engine.ask(request) == (0, False)
+    engine.compute(FakeRequest("other", tokens_of(1, 4 * BLOCK)))
+    monkeypatch.setattr("engine_adapter.vllm_scheduler.STALE_SECONDS", 0.0)
+    engine.step({})
+    assert [scheduler.matched(request, 0) for request in requests] == [(None, False), (0, False)]
+    # Steps may be so long that every answer is old: it counts all the same.
+    eventually(lambda: scheduler._requests["a0"].lookup.is_done, "asked again")
+    engine.step({})
+    assert scheduler.matched(requests[0], 0) == (3 * BLOCK, True)
+
+
 def test_decoded_blocks_are_stored_when_their_tokens_are_known(engine: FakeEngine) -> None:
     request = FakeRequest("a", tokens_of(1, 2 * BLOCK - 1))
     engine.scheduler.arrived(request)  # type: ignore[arg-type]
