@@ -5,7 +5,7 @@ Llama-3-8B shape and the engine between them.
 
 Copies are timed by events on the stream that runs them; every timed case is followed by a
 comparison of bytes. The rig is written over `Device`, so that the stand-in can try it at a small
-size; the parts with a model need torch and transformers.
+size; the part with a model is gpu_model.py, and needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.gpu_world import Reservation
-from bench.harness import Bar, Context, Part, Reading, spread
+from bench.harness import OUT, Bar, Context, Part, Reading, spread
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.transfer import LoadPlan, PagedTarget, Plane, SavePlan
 from kvstore.device import Device, Order, open_device
@@ -33,6 +33,9 @@ GIB_BLOCKS = (1 << 30) // (LAYERS * LAYER_BYTES)
 H2D = Bar("h2d_vs_pinned_peak", "ratio", at_least=0.93)
 D2H = Bar("d2h_vs_pinned_peak", "ratio", at_least=0.90)
 D2D = Bar("gpu_tier_load_vs_d2d", "ratio", at_least=0.85)
+HIDDEN = Bar("overlap_hidden_share", "share", at_least=0.92)
+TTFT = Bar("ttft_vs_recompute", "ratio", at_most=0.25)
+SLOWDOWN = Bar("decode_slowdown_while_loading", "ratio", at_most=1.05)
 
 
 class PinnedBlocks:
@@ -242,7 +245,15 @@ def _from_slab(context: Context) -> Iterable[Reading]:
             child.join(30)
 
 
+def _with_a_model(context: Context) -> Iterable[Reading]:
+    from bench.gpu_model import measure  # torch and transformers
+
+    OUT.mkdir(parents=True, exist_ok=True)
+    yield from measure(OUT, quick=context.is_quick)
+
+
 PARTS: tuple[Part, ...] = (
     Part("copies between host and device", (H2D, D2H), _copies),
     Part("blocks out of another process' slab", (D2D,), _from_slab),
+    Part("a model that computes meanwhile", (HIDDEN, TTFT, SLOWDOWN), _with_a_model),
 )

@@ -55,7 +55,8 @@ class Loads:
         tokens = ids[0, :PREFIX_TOKENS].numpy().astype(np.uint32)
         found = find(handle, tokens, PREFIX_TOKENS // BLOCK_TOKENS, DEADLINE_SECONDS)
         cache = KVCache(self._shape.windows, PREFIX_TOKENS + SUFFIX_TOKENS)
-        buffers = cache.restore(self._shape, 1, PREFIX_TOKENS, (0,))
+        cache.restore(self._shape, 1, PREFIX_TOKENS, (0,))
+        buffers = cache.buffers()
         rows = [Row(found, PREFIX_TOKENS, 0, (0,))]
         tensors = self._shape.tensors(BLOCK_TOKENS)
         load = PrefixLoad(tensors, rows, buffers, DEADLINE_SECONDS, Tally())

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -47,9 +49,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Known:
-    """A target seen before."""
+    """A target seen before, for as long as somebody has it."""
 
-    target: Target
     route: Route
     last: IntArray
     """int64 [engine blocks]: number of the last transfer that touched each."""
@@ -113,7 +114,11 @@ class DeviceTransfers:
         """See `kvstore.client.slabs.SlabUser`."""
         with self._lanes.lock:
             running = list(self._running.values())
-        with suppress(RuntimeError):  # `close` shut the executor down, and closed the slab
+            is_open = address in self._slabs
+        if not is_open:  # `close` did it
+            then()
+            return
+        with suppress(RuntimeError):  # `close` shut the executor down; copies may still run
             self._executor.submit(self._close_slab, address, running, then)
 
     def _close_slab(self, address: int, running: list[Transfer], then: Callable[[], None]) -> None:
@@ -179,8 +184,9 @@ class DeviceTransfers:
             if isinstance(target, QuantisedTarget):
                 only = QuantisingCopies(self._lanes.device, self._lanes.tables, target)
             last = np.zeros(target.blocks, np.int64)
-            known = _Known(target, Route(compiled(target), only), last)
+            known = _Known(Route(compiled(target), only), last)
             self._targets[id(target)] = known
+            weakref.finalize(target, self._targets.pop, id(target), None)
         return known
 
     def _follow(self, known: _Known, blocks: IntArray, compute_stream: int, stream: int) -> None:
@@ -198,12 +204,13 @@ class DeviceTransfers:
     def _enlist(self, transfer: Transfer, known: _Known, blocks: IntArray) -> None:
         number = next(self._numbers)
         self._running[number] = transfer
+        # Who has ended keeps no buffers of an engine alive.
+        transfer.on_ended = partial(self._running.pop, number, None)
         known.last[blocks] = number
 
     def _reap(self) -> None:
-        ended = [number for number, transfer in self._running.items() if transfer.is_ended]
-        for number in ended:
-            del self._running[number]
+        for transfer in list(self._running.values()):
+            transfer.is_ended  # noqa: B018 - asks the device; those that have leave
 
     # ------------------------------------------------------------------ state and end
 
@@ -220,6 +227,8 @@ class DeviceTransfers:
 
     def close(self) -> None:
         """See `TransferEngine`. What has not ended by then keeps its memory for good."""
+        if self._is_closed:
+            return
         self._is_closed = True
         until = self._lanes.now() + CLOSE_SECONDS
         for transfer in list(self._running.values()):

@@ -78,7 +78,7 @@ class ModelIdentity:
         """Raises Refused for weights that are not in memory."""
         setting = (self._config._attn_implementation, self._model.dtype)
         if self._choices.exact:
-            setting += arithmetic()
+            setting += arithmetic(self._shape.device)
         if (
             self._identity is None
             or self._watch is None
@@ -121,7 +121,7 @@ class ModelIdentity:
             ("variant", self._choices.variant),
         ]
         if self._choices.exact:
-            extra.append(("exact", " ".join(map(str, arithmetic()))))
+            extra.append(("exact", " ".join(map(str, arithmetic(self._shape.device)))))
         return tuple(extra)
 
     # ------------------------------------------------------------------ content
@@ -160,24 +160,32 @@ def content_digest(tensor: torch.Tensor, *, whole: bool) -> bytes:
     """16 bytes of a tensor's content, or of evenly spread pieces of it, both ends among them."""
     if tensor.device.type == "meta":
         raise Refused("a weight is not in memory (meta device); load the model whole, then attach")
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    if whole or flat.size <= SAMPLE_PIECES * SAMPLE_PIECE_BYTES:
-        return xxhash.xxh3_128_digest(flat)
-    starts = np.linspace(0, flat.size - SAMPLE_PIECE_BYTES, SAMPLE_PIECES).astype(np.int64)
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if whole or len(flat) <= SAMPLE_PIECES * SAMPLE_PIECE_BYTES:
+        return xxhash.xxh3_128_digest(flat.cpu().numpy())
+    starts = np.linspace(0, len(flat) - SAMPLE_PIECE_BYTES, SAMPLE_PIECES).astype(np.int64)
     digest = xxhash.xxh3_128()
     for start in starts.tolist():
-        digest.update(flat[start : start + SAMPLE_PIECE_BYTES])
+        digest.update(flat[start : start + SAMPLE_PIECE_BYTES].cpu().numpy())
     return digest.digest()
 
 
-def arithmetic() -> tuple[object, ...]:
+def arithmetic(device: torch.device) -> tuple[object, ...]:
     """What decides how the same operations round: bits are shared only where it is equal."""
-    return (
+    found: tuple[object, ...] = (
         torch.backends.cpu.get_cpu_capability(),
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
     )
+    if device.type == "cuda":
+        found += (
+            torch.cuda.get_device_name(device),
+            torch.version.cuda,
+            torch.backends.cudnn.version(),
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        )
+    return found
 
 
 def rope_settings(config: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Full blocks from an engine's buffers into the store, behind the engine's back.
 
 Primitives:
-  `SaveJob`   blocks of one sequence, and the buffers that hold their keys and values
+  `SaveJob`   blocks of one sequence; `HostSaveJob`, from buffers in host memory
   `Saver`     the thread and its bounded queue
 
 Ownership: the buffers of a queued job may be appended to, but the columns of its blocks may not
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from engine_adapter.statistics import Tally
 from engine_adapter.tensors import KVTensors
-from kvstore.client import NamespaceHandle
+from kvstore.client import NamespaceHandle, WriteReservation
 from kvstore.client.inplace import granted_spans
 from kvstore.errors import KVStoreError
 from kvstore.fingerprint import Chain
@@ -34,6 +34,7 @@ JOBS_MAX = 64
 BLOCKS_PER_RESERVATION = 64
 BUSY = "busy"
 CLOSED = "closed"
+STUCK = "copies do not end"
 _STORED = (BlockStatus.STORED, BlockStatus.WAITING)
 
 _log = logging.getLogger(__name__)
@@ -48,11 +49,35 @@ class SaveJob:
     tokens: NDArray[np.uint32]
     first: int
     stop: int
+
+    def fill(self, reservation: WriteReservation, start: int) -> bool:
+        """Blocks into the granted slots, which are counted from block `start`. False: copies into
+        them may still run, and nobody knows how long. Raises KVStoreError when none does."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class HostSaveJob(SaveJob):
+    """From buffers in host memory."""
+
     column: int
     """Buffer column of the sequence's first token."""
     keys: Sequence[ByteArray]
     """A layer: uint8 [heads, columns, key bytes]."""
     values: Sequence[ByteArray]
+
+    def fill(self, reservation: WriteReservation, start: int) -> bool:
+        for first, slots in granted_spans(self.handle, reservation):
+            self._copy(start + first, slots)
+        return True
+
+    def _copy(self, block: int, slots: ByteArray) -> None:
+        """One copy a layer for keys, one for values, however many blocks `slots` holds."""
+        tensors = self.tensors
+        column = self.column + block * tensors.block_tokens
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            np.copyto(tensors.keys(slots, layer), tensors.blocks_of(keys, column, len(slots)))
+            np.copyto(tensors.values(slots, layer), tensors.blocks_of(values, column, len(slots)))
 
 
 class Saver:
@@ -131,26 +156,22 @@ class Saver:
                 return
 
     def _save_some(self, job: SaveJob, chain: Chain, start: int, count: int) -> tuple[int, str]:
-        with job.handle.reserve(chain, start=start, count=count) as reservation:
-            if reservation.granted:
-                for first, slots in granted_spans(job.handle, reservation):
-                    self._copy(job, start + first, slots)
-                reservation.commit()
+        reservation = job.handle.reserve(chain, start=start, count=count)
+        if reservation.granted:
+            try:
+                is_filled = job.fill(reservation, start)
+            except KVStoreError:
+                reservation.abort()
+                raise
+            if not is_filled:  # neither committed nor given back: the daemon holds the slots
+                return 0, STUCK
+            reservation.commit()
         statuses = reservation.statuses
         stored = sum(status in _STORED for status in statuses)
         present = statuses.count(BlockStatus.PRESENT)
         self._tally.add(saved_blocks=stored, present_blocks=present)
         refused = [s for s in statuses if s not in _STORED and s is not BlockStatus.PRESENT]
         return stored + present, reservation.reason or (refused[0].name.lower() if refused else "")
-
-    @staticmethod
-    def _copy(job: SaveJob, block: int, slots: ByteArray) -> None:
-        """One copy a layer for keys, one for values, however many blocks `slots` holds."""
-        tensors = job.tensors
-        column = job.column + block * tensors.block_tokens
-        for layer, (keys, values) in enumerate(zip(job.keys, job.values, strict=True)):
-            np.copyto(tensors.keys(slots, layer), tensors.blocks_of(keys, column, len(slots)))
-            np.copyto(tensors.values(slots, layer), tensors.blocks_of(values, column, len(slots)))
 
     def _refuse(self, blocks: int, reason: str) -> None:
         self._tally.add(refused_blocks=blocks)

@@ -9,7 +9,7 @@ serve others. A device that fails leaves it closed and never ended: nobody knows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import numpy as np
@@ -37,6 +37,8 @@ class Transfer:
         self._is_ended = False
         self._is_end_known = True
         self.failure = ""
+        self.on_ended: Callable[[], object] = lambda: None
+        """Called once, when the last copy is known to have ended."""
         self.is_closed = False
         self.end_event = lanes.events.take()
 
@@ -46,6 +48,7 @@ class Transfer:
             if not self._is_ended and self.is_closed and self._end_has_passed():
                 self._is_ended = True
                 self._let_go()
+                self.on_ended()
             return self._is_ended
 
     def _end_has_passed(self) -> bool:

@@ -5,7 +5,7 @@
     model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=64)
     kv.detach(model)
 
-Primitives: `attach`, `detach`, `Attached` (reports, `flush`, `paused`), `Refused`.
+Primitives: `attach`, `detach`, `Attached` (reports, `flush`, `press`, `paused`), `Refused`.
 
 Generate is wrapped on the instance: the longest stored prefix of the prompt is restored into the
 cache that the call works on, the rest is computed, and full blocks are stored afterwards on a
@@ -27,13 +27,14 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from engine_adapter.accelerator import Accelerator
 from engine_adapter.identity import Choices, ModelIdentity, rope_settings
 from engine_adapter.loader import LoadFailed, LoadThreads
 from engine_adapter.refusal import Refused
@@ -43,6 +44,7 @@ from engine_adapter.transformers_cache import KVCache, ModelShape
 from engine_adapter.transformers_modes import CACHE_NAMES, Plain, layer_windows, read_call
 from engine_adapter.transformers_session import Session, Tools
 from kvstore.client import KVClient, NamespaceHandle
+from kvstore.client.inplace import press
 from kvstore.costs import ModelSize
 from kvstore.errors import KVStoreError
 from kvstore.fingerprint import KVIdentity
@@ -65,6 +67,7 @@ def attach(
     tenant_salt: str = "",
     variant: str = "",
     deadline_seconds: float = DEADLINE_SECONDS_DEFAULT,
+    accelerator: Accelerator | None = None,
 ) -> Attached:
     """Serve the prompts of `model.generate` from kvstore, and store what it computes.
 
@@ -72,20 +75,31 @@ def attach(
     `plan`: load only what is faster to load than to compute, as far as times are known; otherwise
     all that is stored. `tenant_salt`: only callers with the same salt share blocks. `variant`:
     names what the adapter cannot see and what changes KV (forward hooks, edits of a few weights).
-    `deadline_seconds`: how long one prompt may wait for the store. A PeftModel is attached inside.
-    Raises Refused for models whose KV cannot be restored, naming what is in the way."""
+    `deadline_seconds`: how long one prompt may wait for the store. `accelerator`: of a model on a
+    CUDA device; opened here unless given (needs cupy). A PeftModel is attached inside.
+    Raises Refused for models whose KV cannot be restored, naming what is in the way, ConfigError
+    for a device that cannot be used."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(model, _MARK, None) is not None:
         raise Refused("attach: this model is attached already; detach it first")
     choices = Choices(block_tokens, tenant_salt, variant, exact)
     shape = probe(model)
+    opened = None
+    if accelerator is None and shape.device.type == "cuda":
+        accelerator = opened = Accelerator.open(shape.device)
     owned = not isinstance(client, KVClient)
     used = client if isinstance(client, KVClient) else KVClient(client)
-    try:
-        attached = Attached(model, used, shape, choices, deadline_seconds, owned, plan)
-    except KVStoreError:
+
+    def close() -> None:
         if owned:
             used.close()
+        if opened is not None:
+            opened.transfers.close()
+
+    try:
+        attached = Attached(model, used, shape, choices, deadline_seconds, close, plan, accelerator)
+    except KVStoreError:
+        close()
         raise
     setattr(model, _MARK, attached)
     model.generate = attached.generate
@@ -110,11 +124,11 @@ def probe(model: Any) -> ModelShape:
         )
     windows = layer_windows(model.config)
     rope_settings(model.config.get_text_config(decoder=True))
-    if model.device.type != "cpu":
-        raise Refused(f"attach: the model is on {model.device}; this adapter serves models on cpu")
+    if model.device.type not in ("cpu", "cuda"):
+        raise Refused(f"attach: the model is on {model.device}; cpu and cuda are served")
     cache = KVCache(windows, 1)
     with torch.no_grad():
-        ids = torch.zeros((1, 1), dtype=torch.long)
+        ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
         model(input_ids=ids, use_cache=True, **{cache_name(model): cache})
     shapes = [layer.shape for layer in cache.layers]
     for index, found in enumerate(shapes):
@@ -124,7 +138,10 @@ def probe(model: Any) -> ModelShape:
                 f"layer 0 {shapes[0]}: all layers must be alike"
             )
     assert shapes[0] is not None  # checked above
-    return ModelShape(windows, *shapes[0])
+    devices = {layer.whole()[0].device for layer in cache.layers}
+    if len(devices) > 1:
+        raise Refused(f"attach: layers lie on {sorted(map(str, devices))}; one device is served")
+    return ModelShape(windows, *shapes[0], devices.pop())
 
 
 def cache_name(model: Any) -> str:
@@ -154,8 +171,9 @@ class Attached:
         shape: ModelShape,
         choices: Choices,
         deadline_seconds: float,
-        owns_client: bool,
+        close: Callable[[], None],
         is_planned: bool,
+        accelerator: Accelerator | None,
     ) -> None:
         self.model = model
         self.client = client
@@ -165,7 +183,7 @@ class Attached:
         self._shape = shape
         self._cache_name = cache_name(model)
         self._size = _size_of(model)
-        self._owns_client = owns_client
+        self._close = close
         self._tally = Tally()
         self._identity = ModelIdentity(model, shape, choices)
         self._identity.current()
@@ -182,11 +200,14 @@ class Attached:
             self._threads,
             self._saver,
             self._tally,
+            accelerator,
         )
         self._plain_generate = model.generate
         self._plain_prefill = model._prefill
         self._parameters = tuple(inspect.signature(model.generate).parameters)
-        self.namespace()
+        handle = self.namespace()
+        if accelerator is not None:
+            accelerator.introduce(handle)
 
     # ------------------------------------------------------------------ what users call
 
@@ -213,6 +234,11 @@ class Attached:
         seconds."""
         return self._saver.wait_idle(timeout)
 
+    def press(self, device_bytes: int) -> None:
+        """Ask the daemon's GPU tier for so much device memory back, in all; it comes within
+        seconds and stays away until another number is told (0: none)."""
+        press(self.namespace(), device_bytes)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """This thread's calls of generate go on without the store."""
@@ -234,8 +260,7 @@ class Attached:
         delattr(self.model, _MARK)
         self._saver.close(CLOSE_SECONDS)
         self._threads.close()
-        if self._owns_client:
-            self.client.close()
+        self._close()
 
     def __enter__(self) -> Attached:
         return self
@@ -280,7 +305,10 @@ class Attached:
 
     def _handle(self, report: RequestReport) -> NamespaceHandle | None:
         try:
-            return self.namespace()
+            handle = self.namespace()
+            if self._tools.accelerator is not None:
+                self._tools.accelerator.attend(handle)
+            return handle
         except KVStoreError as error:
             report.miss_reason = f"{type(error).__name__}: {error}"
             return None
@@ -305,6 +333,8 @@ class Attached:
                 session.meet(partial(self._compute, input_ids, model_kwargs))
                 began = time.perf_counter()
                 outputs = self._plain_prefill(input_ids, generation_config, attempt, *args, **kw)
+                if self._tools.accelerator is not None:
+                    self._tools.accelerator.computed()
             except LoadFailed as error:
                 reason = str(error)
             else:

@@ -3,7 +3,7 @@
 Primitives:
   `ModelShape`  layers, windows, heads, sizes and dtype of one model's keys and values
   `KVLayer`     one layer; waits for its stored part, keeps every token, shows the window
-  `KVCache`     all layers of one request; `restore`, `restart`, `rows`
+  `KVCache`     all layers of one request; `restore`, `restart`, `share`
 
 Sliding-window layers keep all tokens of a request, so that its blocks can be stored whole and any
 later cut be served; attention sees only the window, as in the stock cache. Columns that were handed
@@ -12,19 +12,29 @@ to a saver are never overwritten: a layer that would do so moves to new buffers 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from engine_adapter.loader import LayerBuffers, PrefixLoad
+from engine_adapter.loader import LayerBuffers
 from engine_adapter.refusal import Refused
 from engine_adapter.tensors import KVTensors
 from kvstore.types import ByteArray
 
 GROW_FACTOR = 2
+CPU = torch.device("cpu")
+MakeEmpty: TypeAlias = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+"""An uninitialised buffer of a shape, like a tensor in all else."""
+
+
+class LayerLoad(Protocol):
+    """A load that is on its way."""
+
+    def wait(self, layer: int) -> None:
+        """Until `layer` lies in its buffers. Raises LoadFailed."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class ModelShape:
     key_size: int
     value_size: int
     dtype: torch.dtype
+    device: torch.device = CPU
 
     def tensors(self, block_tokens: int) -> KVTensors:
         """The same in bytes."""
@@ -62,8 +73,11 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, window: int | None, capacity: int) -> None:
+    def __init__(
+        self, window: int | None, capacity: int, empty: MakeEmpty = torch.Tensor.new_empty
+    ) -> None:
         self.window = window
+        self._empty = empty
         self.is_sliding = window is not None
         self.is_initialized = False
         self.tokens = 0
@@ -74,7 +88,7 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
         """Columns before it belong to savers too."""
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
-        self._load: tuple[PrefixLoad, int] | None = None
+        self._load: tuple[LayerLoad, int] | None = None
 
     # ------------------------------------------------------------------ what transformers calls
 
@@ -82,9 +96,9 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
         batch, heads, tokens, key_size = key_states.shape
         self._capacity = max(self._capacity, tokens)
         columns = self._capacity
-        self._keys = key_states.new_empty((batch, heads, columns, key_size))
+        self._keys = self._empty(key_states, (batch, heads, columns, key_size))
         heads, value_size = value_states.shape[1], value_states.shape[3]
-        self._values = value_states.new_empty((batch, heads, columns, value_size))
+        self._values = self._empty(value_states, (batch, heads, columns, value_size))
         self.is_initialized = True
 
     def update(
@@ -185,8 +199,8 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._keys is None or self._values is None:
             return
         keys, values = self._keys[rows, :, : self.tokens], self._values[rows, :, : self.tokens]
-        self._keys = keys.new_empty((*keys.shape[:2], self._capacity, keys.shape[3]))
-        self._values = values.new_empty((*values.shape[:2], self._capacity, values.shape[3]))
+        self._keys = self._empty(keys, (*keys.shape[:2], self._capacity, keys.shape[3]))
+        self._values = self._empty(values, (*values.shape[:2], self._capacity, values.shape[3]))
         self._keys[:, :, : self.tokens] = keys
         self._values[:, :, : self.tokens] = values
         self._shared = 0
@@ -211,8 +225,10 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
         would leak through masked weights."""
         self._capacity = max(self._capacity, tokens)
         self.lazy_initialization(
-            torch.empty((batch, shape.heads, 0, shape.key_size), dtype=shape.dtype),
-            torch.empty((batch, shape.heads, 0, shape.value_size), dtype=shape.dtype),
+            *(
+                torch.empty((batch, shape.heads, 0, size), dtype=shape.dtype, device=shape.device)
+                for size in (shape.key_size, shape.value_size)
+            )
         )
         assert self._keys is not None  # just made
         assert self._values is not None
@@ -222,15 +238,20 @@ class KVLayer(CacheLayerMixin):  # type: ignore[misc]
         self.tokens = tokens
         self._first = self._low(tokens)
 
-    def await_load(self, load: PrefixLoad, index: int) -> None:
+    def await_load(self, load: LayerLoad, index: int) -> None:
         """The next update waits for layer `index` of `load`."""
         self._load = (load, index)
 
-    def buffers(self) -> LayerBuffers:
-        """Byte views of the whole capacity, for a load or a saver."""
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the whole capacity, for a load or a saver."""
         assert self._keys is not None  # called after prepare or a forward pass
         assert self._values is not None
-        return LayerBuffers(_bytes(self._keys), _bytes(self._values), self._first)
+        return self._keys, self._values
+
+    def buffers(self) -> LayerBuffers:
+        """Byte views of the same, in host memory."""
+        keys, values = self.whole()
+        return LayerBuffers(_bytes(keys), _bytes(values), self._first)
 
     def share(self) -> None:
         """All columns in use now belong to savers too."""
@@ -245,8 +266,15 @@ def _bytes(tensor: torch.Tensor) -> ByteArray:
 class KVCache(Cache):  # type: ignore[misc]
     """One request's layers. `chunk` 0, or the length of prefill chunks that count as exact."""
 
-    def __init__(self, windows: Sequence[int | None], capacity: int, chunk: int = 0) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        capacity: int,
+        chunk: int = 0,
+        empty: MakeEmpty = torch.Tensor.new_empty,
+    ) -> None:
         self._windows = tuple(windows)
+        self._empty = empty
         self._capacity = capacity
         self._chunk = chunk
         self.exact_tokens = 0
@@ -257,7 +285,10 @@ class KVCache(Cache):  # type: ignore[misc]
         self.fed_max = 0
         """Until the prefill is confirmed, no more tokens than this may be in the cache; 0: any."""
         self.session: Any = None
-        super().__init__(layers=[KVLayer(window, capacity) for window in self._windows])
+        super().__init__(layers=self._new_layers())
+
+    def _new_layers(self) -> list[KVLayer]:
+        return [KVLayer(window, self._capacity, self._empty) for window in self._windows]
 
     def update(
         self,
@@ -285,16 +316,25 @@ class KVCache(Cache):  # type: ignore[misc]
             self.exact_tokens += count
 
     def restore(
-        self, shape: ModelShape, batch: int, tokens: int, pads: Sequence[int]
-    ) -> list[LayerBuffers]:
-        """Start anew with `tokens` columns that a load is about to fill; where to put them."""
+        self, shape: ModelShape, batch: int, tokens: int, pads: Sequence[int], room: int = 0
+    ) -> None:
+        """Start anew with `tokens` columns that a load is about to fill, which may touch up to
+        `room`: `buffers` and `whole` say where."""
+        self._capacity = max(self._capacity, room)
         self.restart()
         for layer in self.layers:
             layer.prepare(shape, batch, tokens, pads)
         self.exact_tokens = tokens if self._chunk and tokens % self._chunk == 0 else 0
+
+    def whole(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer, all columns."""
+        return [layer.whole() for layer in self.layers]
+
+    def buffers(self) -> list[LayerBuffers]:
+        """Byte views of the same, in host memory."""
         return [layer.buffers() for layer in self.layers]
 
-    def await_load(self, load: PrefixLoad) -> None:
+    def await_load(self, load: LayerLoad) -> None:
         for index, layer in enumerate(self.layers):
             layer.await_load(load, index)
 
@@ -306,13 +346,10 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def restart(self) -> None:
         """Empty, in new buffers: a late copy into the old ones harms nobody."""
-        self.layers = [KVLayer(window, self._capacity) for window in self._windows]
+        self.layers = self._new_layers()
         self.exact_tokens = 0
 
-    def rows(self, row: int) -> tuple[list[ByteArray], list[ByteArray]]:
-        """Keys and values of one row, a layer: uint8 [heads, capacity, bytes]; shared from now
-        on."""
-        held = [layer.buffers() for layer in self.layers]
+    def share(self) -> None:
+        """All that is in use now belongs to savers too: it is not overwritten any more."""
         for layer in self.layers:
             layer.share()
-        return [buffers.keys[row] for buffers in held], [buffers.values[row] for buffers in held]

@@ -120,7 +120,7 @@ def read_call(model: Any, arguments: dict[str, Any], chunk: int) -> Prompt | Pla
         length = call.setting("max_length")
         room = NEW_TOKENS_DEFAULT if length is None else max(length - ids.shape[1], 0)
     return Prompt(
-        ids,
+        ids.cpu(),
         pads,
         max(call.setting("num_beams") or 1, call.setting("num_return_sequences") or 1),
         ids.shape[1] + room,
@@ -166,7 +166,7 @@ def _plain_reason(model: Any, call: _Call) -> str:
         return "no token ids"
     if model.training:
         return "the model is in training mode"
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(model.device.type):
         return "autocast"
     return ""
 

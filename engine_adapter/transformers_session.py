@@ -19,16 +19,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine_adapter.accelerator import (
+    Accelerator,
+    DevicePrefixLoad,
+    DeviceSaveJob,
+    target_of,
+)
 from engine_adapter.loader import CHANGED, LoadThreads, PrefixLoad, Row
 from engine_adapter.meeting import BackLoad, meet
 from engine_adapter.prefix import Prefix, find
-from engine_adapter.saver import SaveJob, Saver
+from engine_adapter.saver import HostSaveJob, SaveJob, Saver
 from engine_adapter.statistics import RequestReport, Tally
 from engine_adapter.tensors import KVTensors
 from engine_adapter.transformers_cache import KVCache, ModelShape
 from engine_adapter.transformers_modes import Prompt
 from kvstore.client import NamespaceHandle
 from kvstore.client.inplace import timings_of
+from kvstore.errors import KVStoreError
 from kvstore.planner import Ability
 
 MEETING_TOKENS_MIN = 64
@@ -38,7 +45,7 @@ MEETING_TOKENS_MIN = 64
 @dataclass(frozen=True)
 class Tools:
     """`chunk`: prefill chunk size that exactness asks for, 0 for none. `is_planned`: only what is
-    worth loading is loaded."""
+    worth loading is loaded. `accelerator`: where the model is on a device."""
 
     shape: ModelShape
     tensors: KVTensors
@@ -48,6 +55,7 @@ class Tools:
     threads: LoadThreads
     saver: Saver
     tally: Tally
+    accelerator: Accelerator | None
 
 
 class Session:
@@ -66,11 +74,14 @@ class Session:
         self._prompt = prompt
         self._report = report
         self._began = began
-        self._cache = prompt.cache or KVCache(tools.shape.windows, prompt.capacity, tools.chunk)
+        empty = tools.accelerator.empty if tools.accelerator else torch.Tensor.new_empty
+        self._cache = prompt.cache or KVCache(
+            tools.shape.windows, prompt.capacity, tools.chunk, empty
+        )
         self._prefixes: list[Prefix] = []
         self._restored: list[int] = [0] * len(prompt.pads)
         """A sequence: its leading tokens that come from the store."""
-        self._load: PrefixLoad | BackLoad | None = None
+        self._load: PrefixLoad | BackLoad | DevicePrefixLoad | None = None
         self._tried_again = False
         self._computed_in_front = 0
         """Restored tokens that were computed after all, while others were loaded."""
@@ -125,16 +136,32 @@ class Session:
             )
         ]
         pads = [pad for pad in prompt.pads for _ in range(repeat)]
-        buffers = self._cache.restore(tools.shape, len(pads), columns, pads)
+        room = columns + self._block_tokens  # a device brings whole blocks
+        self._cache.restore(tools.shape, len(pads), columns, pads, room)
         self._cache.fed_max = prompt.ids.shape[1]
+        try:
+            self._load = self._start(rows)
+        except KVStoreError as error:
+            self._abandon()
+            self._report.miss_reason = f"{type(error).__name__}: {error}"
+
+    def _start(self, rows: list[Row]) -> PrefixLoad | BackLoad | DevicePrefixLoad:
+        """Raises KVStoreError for a device that does not take it."""
+        tools, cache = self._tools, self._cache
+        tensors, limit, tally = tools.tensors, tools.deadline_seconds, tools.tally
+        if tools.accelerator is not None:
+            there = DevicePrefixLoad(tools.accelerator, tensors, rows, cache.whole(), limit)
+            cache.await_load(there)
+            return there
         made = self._prefixes[0].plan
-        limit, tally = tools.deadline_seconds, tools.tally
+        load: PrefixLoad | BackLoad
         if made is not None and made.from_back:
-            self._load = BackLoad(tools.tensors, self._prefixes[0], made, buffers, limit, tally)
+            load = BackLoad(tensors, self._prefixes[0], made, cache.buffers(), limit, tally)
         else:
-            self._load = PrefixLoad(tools.tensors, rows, buffers, limit, tally)
-            self._cache.await_load(self._load)
-        tools.threads.start(self._load)
+            load = PrefixLoad(tensors, rows, cache.buffers(), limit, tally)
+            cache.await_load(load)
+        tools.threads.start(load)
+        return load
 
     def _ability(self) -> Ability | None:
         """What can be planned for: a single prompt. Batches share one length, whatever it costs."""
@@ -143,7 +170,7 @@ class Session:
             return None
         # In chunks, only the first one is computed while layers arrive.
         stages = 1 if tools.chunk else len(tools.tensors.block_layout.parts)
-        can_meet = self._block_tokens >= MEETING_TOKENS_MIN
+        can_meet = self._block_tokens >= MEETING_TOKENS_MIN and tools.accelerator is None
         return Ability(prompt.ids.shape[1], stages=stages, unit_blocks=int(can_meet))
 
     def meet(self, compute: Callable[[int, int], None]) -> None:
@@ -160,6 +187,8 @@ class Session:
 
     def _abandon(self) -> None:
         """Nothing is restored: the cache starts empty."""
+        if isinstance(self._load, DevicePrefixLoad):
+            self._load.cancel()
         self._end_prefixes()
         self._load = None
         self._restored = [0] * len(self._restored)
@@ -193,7 +222,7 @@ class Session:
         repeated."""
         cpu = time.thread_time()
         size, report = self._block_tokens, self._report
-        waited = isinstance(self._load, PrefixLoad)
+        waited = isinstance(self._load, PrefixLoad | DevicePrefixLoad)
         if self._handle is not None and len(ids) == 1 and not waited and not report.reruns:
             timings = timings_of(self._handle)
             timings.prefill(self._handle.id, self._restored[0], ids.shape[1], seconds)
@@ -209,7 +238,7 @@ class Session:
         if self._prompt.cache is None:
             self._cache.saved_blocks = [-(-tokens // size) for tokens in self._restored]
         self._tools.tally.request(report)
-        self._save(ids[:: self._prompt.expand])
+        self._save(ids[:: self._prompt.expand].cpu())
         self._tools.tally.add(hook_cpu_seconds=time.thread_time() - cpu)
 
     # ------------------------------------------------------------------ what was computed
@@ -219,7 +248,7 @@ class Session:
         if self._tools.chunk or self._prompt.expand > 1:
             return
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        self._save(sequences[:, : self._cache.get_seq_length()])
+        self._save(sequences[:, : self._cache.get_seq_length()].cpu())
 
     def _save(self, ids: torch.Tensor) -> None:
         """Hand whole blocks that are not stored yet to the saver. `ids`: all the cache's tokens."""
@@ -234,11 +263,22 @@ class Session:
             first, stop = cache.saved_blocks[row], self._savable(ids.shape[1], pad)
             if stop <= first:
                 continue
-            keys, values = cache.rows(row * prompt.expand)
+            cache.share()
             tokens = self._row_tokens(ids, row)
-            job = SaveJob(handle, self._tools.tensors, tokens, first, stop, pad, keys, values)
-            self._tools.saver.submit(job)
+            self._tools.saver.submit(self._job(handle, row, tokens, first, stop))
             cache.saved_blocks[row] = stop
+
+    def _job(
+        self, handle: NamespaceHandle, row: int, tokens: NDArray[np.uint32], first: int, stop: int
+    ) -> SaveJob:
+        tools, at, pad = self._tools, row * self._prompt.expand, self._prompt.pads[row]
+        what = (handle, tools.tensors, tokens, first, stop)
+        if (there := tools.accelerator) is not None:
+            target = target_of(self._cache.whole(), at, pad, tools.tensors)
+            return DeviceSaveJob(*what, there, target, there.stream())
+        held = self._cache.buffers()
+        keys, values = [one.keys[at] for one in held], [one.values[at] for one in held]
+        return HostSaveJob(*what, pad, keys, values)
 
     def _savable(self, columns: int, pad: int) -> int:
         """Leading blocks of a row that may be stored."""
@@ -249,6 +289,8 @@ class Session:
 
     def close(self) -> None:
         """However generate ended."""
+        if isinstance(self._load, DevicePrefixLoad):
+            self._load.cancel()
         self._end_prefixes()
         self._load = None
         self._cache.session = None

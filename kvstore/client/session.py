@@ -275,9 +275,13 @@ class Session:
     # ------------------------------------------------------------------ devices
 
     def let_in(self, device: SlabUser) -> None:
-        """In this life and all later ones; one device a session."""
-        self._device = device
+        """In this life and all later ones, in place of the one before."""
         life, stream = self.life, self._stream
+        with self._attached:
+            if life is not None and life.slabs is not None and device is not self._device:
+                life.slabs.close(is_told=True)
+                life.slabs = None
+            self._device = device
         if life is not None and stream is not None:
             self._introduce(life, stream)
 

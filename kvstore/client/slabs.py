@@ -72,9 +72,10 @@ class OpenSlabs:
         else:
             self._closed(slab)
 
-    def close(self) -> None:
-        """The life is over: close them all; nobody is told."""
-        self._closed = lambda slab: None
+    def close(self, *, is_told: bool = False) -> None:
+        """Close them all; the daemon is told, or gone."""
+        if not is_told:
+            self._closed = lambda slab: None
         for slab in np.flatnonzero(self._bases).tolist():
             self.give_back(slab)
 

@@ -108,10 +108,6 @@ class GpuTier:
         """FILLING → READY: the copies into them have ended."""
         self.pool.publish(slots)
 
-    def quarantine(self, slots: Slots) -> None:
-        """FILLING or DRAINING → held back until the caller frees them: a copy may be at it."""
-        self.pool.quarantine(slots)
-
     def free(self, slots: Slots) -> None:
         """Held slots → free; no copy touches them."""
         if len(slots):
@@ -131,11 +127,6 @@ class GpuTier:
         """Device address of a slot in this process."""
         slab = self._slab_of(slot)
         return self._base[slab] + self.pool.offset_of(slot) - slab * self.pool.slab_bytes
-
-    def place_of(self, slot: int) -> tuple[int, int]:
-        """(slab, byte offset in it): where openers of the slab find a slot."""
-        slab = self._slab_of(slot)
-        return slab, self.pool.offset_of(slot) - slab * self.pool.slab_bytes
 
     def copy_in(self, slots: Slots, sources: UIntArray, lengths: UIntArray) -> int:
         """Enqueue host → GPU; the event after which the slots hold their bytes. Its caller drops

@@ -86,8 +86,9 @@ def engine(daemon: LocalDaemon, device: FakeDevice) -> Iterator[SimpleNamespace]
         chain = found.chain(1, BLOCKS)
         found.store(chain)
         eventually(lambda: found.handle.match(chain) == BLOCKS, "the blocks are READY")
-        yield SimpleNamespace(kit=found, gpu=gpu, chain=chain, handle=found.handle)
-        gpu.transfers.close()
+        world = SimpleNamespace(kit=found, gpu=gpu, chain=chain, handle=found.handle)
+        yield world
+        world.gpu.transfers.close()
         assert device.error == ""
 
 
@@ -134,6 +135,19 @@ def test_memory_goes_back_when_the_engine_asks_and_loads_go_on(
         reply = raw.call("Resize", gpu_bytes=0)
         assert (reply.gpu_bytes, reply.host_bytes) == (0, 32 * MIB)
     eventually(lambda: device.memory()[0] == free_before + 2 * MIB, "and was freed again")
+
+
+def test_another_device_takes_the_place_of_the_first(
+    daemon: LocalDaemon, engine: SimpleNamespace, device: FakeDevice
+) -> None:
+    whole = BLOCKS * engine.handle.layout.block_bytes
+    eventually(lambda: loaded_from(engine, 4) == whole, "the blocks came up")
+    first = engine.gpu.transfers
+    engine.gpu = Gpu(engine.kit, device)
+    let_in(engine.handle, engine.gpu.transfers)
+    eventually(lambda: loaded_from(engine, 4) == whole, "the second was told of the slab")
+    first.close()
+    assert loaded_from(engine, 8) == whole
 
 
 def test_an_engine_that_leaves_holds_no_memory_back(

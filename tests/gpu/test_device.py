@@ -13,8 +13,10 @@ from bench.gpu_measure import Rig, seconds_from_slab
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.transfer_moves import KernelCopies, PinnedTables
 from engine_adapter.transfer_plan import Pieces
-from kvstore.device import Device, open_device
+from kvstore.device import IPC_HANDLE_BYTES, Device, open_device
 from kvstore.errors import ConfigError, DeviceError
+from kvstore.tier.gpu import GpuTier
+from kvstore.types import ClientId
 
 pytestmark = pytest.mark.gpu
 
@@ -83,6 +85,47 @@ def test_a_refused_registration_leaves_no_error_behind(device: Device) -> None:
         device.register(memory.ctypes.data, len(memory))
     device.unregister(memory.ctypes.data)
     wait(device, device.make_stream())
+
+
+def test_the_tier_gives_back_what_was_put_in(device: Device) -> None:
+    tier = GpuTier(device, 4 << 20, slab_bytes=2 << 20)
+    size = 96 << 10
+    lengths = np.full(3, size, np.uint64)
+    slots = np.array(tier.take(size, 3))
+    host, back = tier.staging(3 * size), device.allocate_pinned(3 * size)
+    host[: 3 * size] = np.random.default_rng(2).integers(0, 256, 3 * size, np.uint8)
+    at = np.arange(3, dtype=np.uint64) * np.uint64(size)
+    for copy, memory in ((tier.copy_in, host), (tier.copy_out, back)):
+        event = copy(slots, at + np.uint64(memory.ctypes.data), lengths)
+        while not tier.has_ended(event):
+            pass
+    assert np.array_equal(back, host[: 3 * size])
+    assert len(tier.handles_for(ClientId(1))[0][1]) == IPC_HANDLE_BYTES
+    tier.close()
+
+
+def test_a_model_computes_while_its_prefix_arrives() -> None:
+    torch = pytest.importorskip("torch")
+    model_of = pytest.importorskip("bench.gpu_model")
+    transformers = pytest.importorskip("transformers")
+    small = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    there = torch.device("cuda", 0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **heads))
+    accelerator = model_of.Accelerator.open(there)
+    sizes = model_of.Sizes(512, 64, 64, 2, 64, 6, 2)
+    bed = model_of.Bed(accelerator, model.to(there, torch.bfloat16).eval(), sizes)
+    bed.wait_pinned()
+    cache, direct = bed.cache(512), bed.cache(512)
+    load = bed.load(cache)
+    cache.await_load(load)
+    found = bed.forward(bed.suffix, cache)
+    assert load.confirm() == ""
+    assert bed.load(direct).confirm() == ""
+    assert torch.equal(found, bed.forward(bed.suffix, direct))
+    assert len(list(model_of.figures(bed))) == 3
+    assert len(model_of.timeline(bed)["copy"]) == 4
+    accelerator.transfers.close()
 
 
 def test_blocks_come_out_of_device_memory(rig: Rig) -> None:

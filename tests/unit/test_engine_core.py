@@ -14,7 +14,7 @@ from engine_adapter import loader as loader_module
 from engine_adapter import saver as saver_module
 from engine_adapter.loader import LayerBuffers, LoadFailed, LoadThreads, PrefixLoad, Row
 from engine_adapter.prefix import Prefix, find
-from engine_adapter.saver import SaveJob, Saver
+from engine_adapter.saver import HostSaveJob, Saver
 from engine_adapter.statistics import RequestReport, Tally
 from engine_adapter.tensors import KVTensors
 from kvstore.client.inplace import Span
@@ -352,12 +352,12 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Saver, Handle, Tall
     saver.close(5)
 
 
-def job_of(handle: Handle, source: Source, first: int = 0, column: int = 5) -> SaveJob:
+def job_of(handle: Handle, source: Source, first: int = 0, column: int = 5) -> HostSaveJob:
     """What a load of `source` would leave in buffers, as a job; row 1 of 2."""
     target = buffers(2, 100)
     load = load_of([Row(Prefix(source), BLOCKS * SIZE, column, (1,))], target)
     load.run()
-    return SaveJob(
+    return HostSaveJob(
         handle,  # type: ignore[arg-type]
         TENSORS,
         np.arange(BLOCKS * SIZE + 3, dtype=np.uint32),
