@@ -13,7 +13,8 @@ from kvstore.assembly import open_gpu
 from kvstore.config import Config
 from kvstore.config_load import load
 from kvstore.device import open_device
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.rpc import control_pb2 as pb
 from kvstore.testing.harness import Harness
 
 SLAB = 64 << 10
@@ -107,8 +108,13 @@ def test_a_tier_that_cannot_be_opened_says_what_to_do(monkeypatch: pytest.Monkey
 
 
 def test_refused_memory_is_no_room(world: World) -> None:
-    world.harness.device.allocate(world.harness.device.memory()[0])
+    world.harness.device._memory.free_bytes = SLAB - 1
     world.used(world.stored(1))
     assert len(world.copies) == 0
     assert "no memory" in " ".join(world.harness.service.health())
     assert not world.copies.failure
+
+
+def test_without_the_tier_a_resize_says_how_to_turn_it_on(harness: Harness) -> None:
+    with pytest.raises(InvalidRequest, match=r"set gpu\.bytes_max"):
+        harness.wait(harness.engine().call("Resize", pb.ResizeRequest(gpu_bytes=1)))
