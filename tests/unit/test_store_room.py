@@ -61,6 +61,27 @@ def test_the_least_recently_used_leaves_go_first(full):
         assert not (np.diff(found.astype(int)) > 0).any()
 
 
+def test_misses_evict_nothing_and_take_no_slots(full):
+    """POL-6, whether nothing or a prefix is stored."""
+    harness, space, engine, _ = full
+    before = (
+        host_slots(harness),
+        counters(harness, "dropped_blocks:evicted"),
+        len(harness.store.catalog),
+    )
+    for seed in range(100):
+        assert harness.wait(
+            engine.load([(space, harness.chain(space, tokens(6, seed=200 + seed)))])
+        ) == [0]
+    longer = harness.chain(space, tokens(9, seed=3))
+    assert harness.wait(engine.load([(space, longer)])) == [4]
+    assert before == (
+        host_slots(harness),
+        counters(harness, "dropped_blocks:evicted"),
+        len(harness.store.catalog),
+    )
+
+
 def test_what_is_used_stays(full):
     harness, space, engine, chains = full
     assert harness.wait(engine.load([(space, chains[0])])) == [4]
