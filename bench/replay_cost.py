@@ -45,9 +45,7 @@ def _amortised(context: Context) -> Iterable[Reading]:
     told = ", ".join(
         f"{cell.name} {sizes[cell.name]:.0f} ({room(cell):,} blocks)" for cell in cells
     )
-    yield Reading(
-        _BYTES.name, sizes[largest.name], f"{told}; includes fixed tables of about 200 kB"
-    )
+    yield Reading(_BYTES.name, sizes[largest.name], f"{told}; fixed tables included")
 
 
 class _Full:
