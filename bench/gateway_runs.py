@@ -1,11 +1,15 @@
 """Random sequences with kills over the block API: nothing wrong, nothing hangs.
 
-Primitive: `PART`.
+Primitive: `PART`, 100 sequences. `python -m bench.gateway_runs 2000` plays as many as one likes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench.block_runs import World, run
 from bench.harness import Bar, Context, Part, Reading
@@ -16,28 +20,57 @@ HANGS = Bar("block_api_hangs", "calls", at_most=0)
 SEED = 7000
 
 
-def _measure(context: Context) -> Iterable[Reading]:
-    runs = context.several(2000, 10)
-    done = wrong = hangs = calls = failed = read = 0
-    with World(context.folder("runs")) as world:
-        for number in range(runs):
-            if number % 50 == 0:
-                context.step(f"sequence {number} of {runs}")
-            outcome = run(world, SEED + number)
+@dataclass
+class Played:
+    """What many sequences came to."""
+
+    runs: int = 0
+    wrong_bytes: int = 0
+    hangs: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    blocks_read: int = 0
+
+    @property
+    def note(self) -> str:
+        return (
+            f"{self.calls} calls, {self.failed_calls} of them ended by a kill or refused; "
+            f"{self.blocks_read} blocks compared"
+        )
+
+
+def play(folder: Path, seeds: Iterable[int], step: Callable[[str], None]) -> Played:
+    """All seeds, or up to the first call that hangs. Raises RuntimeError for a broken law."""
+    played = Played()
+    with World(folder) as world:
+        for seed in seeds:
+            if played.runs % 50 == 0:
+                step(f"sequence {played.runs}")
+            outcome = run(world, seed)
             if outcome.broken:
-                raise RuntimeError(f"seed {SEED + number}: {outcome.broken[0]}")
-            done += 1
-            wrong += outcome.wrong_bytes
-            hangs += outcome.hangs
-            calls += outcome.calls
-            failed += outcome.failed_calls
-            read += outcome.blocks_read
-            if hangs:
+                raise RuntimeError(f"seed {seed}: {outcome.broken[0]}")
+            played.runs += 1
+            played.wrong_bytes += outcome.wrong_bytes
+            played.hangs += outcome.hangs
+            played.calls += outcome.calls
+            played.failed_calls += outcome.failed_calls
+            played.blocks_read += outcome.blocks_read
+            if played.hangs:
                 break
-    note = f"{calls} calls, {failed} of them ended by a kill or refused; {read} blocks compared"
-    yield Reading(RUNS.name, done, note)
-    yield Reading(WRONG.name, wrong, f"in {read} blocks that were read")
-    yield Reading(HANGS.name, hangs, "calls that did not end within their deadline")
+    return played
+
+
+def _measure(context: Context) -> Iterable[Reading]:
+    seeds = range(SEED, SEED + context.several(100, 10))
+    played = play(context.folder("runs"), seeds, context.step)
+    yield Reading(RUNS.name, played.runs, played.note)
+    yield Reading(WRONG.name, played.wrong_bytes, f"in {played.blocks_read} blocks that were read")
+    yield Reading(HANGS.name, played.hangs, "calls that did not end within their deadline")
 
 
 PART = Part("random sequences with kills", (RUNS, WRONG, HANGS), _measure)
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as place:
+        print(play(Path(place), range(SEED, SEED + int(sys.argv[1])), print))
