@@ -15,7 +15,8 @@ GEMMA_STAMP := $(TORCH_VENV)/.gemma
 NVRTC_STAMP := $(VENV)/.nvrtc
 MODEL ?= gemma3
 RERUNS ?= 0
-PYTEST := $(BIN)/python -m pytest -q --reruns $(RERUNS) -r fER
+TESTS := python -m pytest -q --reruns $(RERUNS) -r fER
+PYTEST := $(BIN)/$(TESTS)
 SUITE ?= dataplane
 ARGS ?=
 
@@ -65,12 +66,12 @@ demo: $(if $(filter tiny,$(MODEL)),$(TORCH_STAMP),$(GEMMA_STAMP))  ## a support 
 	$(TORCH_BIN)/python -m bench.demo --model $(MODEL) $(ARGS)
 
 test-transformers: $(TORCH_STAMP)  ## the transformers adapter on real, small models
-	$(TORCH_BIN)/python -m pytest -q -m engines tests/engines --ignore=tests/engines/vllm_engine
+	$(TORCH_BIN)/$(TESTS) -m engines tests/engines --ignore=tests/engines/vllm_engine
 
 # A process a module: an engine is a process' only one, and its start is most of the cost.
 test-vllm: $(VLLM_STAMP)  ## the vLLM connector on the real engine
 	@set -e; for module in tests/engines/vllm_engine/test_*.py; do \
-		$(VLLM_BIN)/python -m pytest -q -m engines $$module; done
+		$(VLLM_BIN)/$(TESTS) -m engines $$module; done
 
 test: lint  ## linters, types, floors and all quick tests; under five minutes
 	$(PYTEST) -n 4 -m 'not slow' --ignore=tests/engines --ignore=tests/packaging
