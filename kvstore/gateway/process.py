@@ -36,6 +36,8 @@ SHORT_CALLS_MAX = 32
 CALL_SECONDS = 10.0
 LOOK_SECONDS = 0.25
 SWITCH_SECONDS = 0.0005
+NICENESS = 10
+"""Bulk steps back for the daemon and the engine; where cores are free it costs nothing."""
 WATCHDOG_EXTRA_SECONDS = 4.0
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -155,6 +157,7 @@ def serve(config: Config, on_ready: Callable[[Gateway], None] = lambda gateway: 
         signal.signal(number, lambda *_: stopping.set())
     # Threads that return from a copy wait at most this long for the others.
     sys.setswitchinterval(SWITCH_SECONDS)
+    os.nice(NICENESS)
     try:
         gateway = Gateway(config)
     except (ConfigError, OSError) as error:
