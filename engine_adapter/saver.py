@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SaveJob:
+class SaveJob(ABC):
     """Blocks [first, stop) of `tokens` (uint32 ids of one sequence from its start)."""
 
     handle: NamespaceHandle
@@ -50,10 +51,10 @@ class SaveJob:
     first: int
     stop: int
 
+    @abstractmethod
     def fill(self, reservation: WriteReservation, start: int) -> bool:
         """Blocks into the granted slots, which are counted from block `start`. False: copies into
         them may still run, and nobody knows how long. Raises KVStoreError when none does."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

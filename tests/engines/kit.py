@@ -9,6 +9,7 @@ Primitives:
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from tests.e2e.kit import DONE, eventually
 
 torch = pytest.importorskip("torch", reason="install torch and the engine extra")
 transformers = pytest.importorskip("transformers", reason="install torch and the engine extra")
+# Ours, and imports torch: from here on it must be there.
+accelerator = importlib.import_module("engine_adapter.accelerator")
 
 BLOCK = 16
 WINDOW = 2 * BLOCK

@@ -20,10 +20,8 @@ from kvstore.errors import DeviceError
 from kvstore.testing.fake_device import FakeDevice
 from tests.conftest import DaemonProcess
 from tests.e2e.kit import eventually
-from tests.engines.kit import BLOCK, gemma, llama, plain, prompt, run, settled, torch
+from tests.engines.kit import BLOCK, accelerator, gemma, llama, plain, prompt, run, settled, torch
 from tests.engines.test_faults import during_forward, stored_on_nvme
-
-accelerator = pytest.importorskip("engine_adapter.accelerator")
 
 Attach = Callable[..., Any]
 MakeDaemon = Callable[..., DaemonProcess]

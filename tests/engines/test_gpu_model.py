@@ -6,15 +6,13 @@ import math
 import zlib
 from pathlib import Path
 
-import pytest
-
 from tests.engines.kit import llama, torch
 from tests.engines.test_device import StandIn
 
-gpu_model = pytest.importorskip("bench.gpu_model")
-
 
 def test_a_bed_gives_all_figures_and_a_timeline(tmp_path: Path) -> None:
+    from bench import gpu_model  # imports torch
+
     device = StandIn(2)
     model = llama(torch.bfloat16)
 

@@ -105,9 +105,10 @@ def test_the_tier_gives_back_what_was_put_in(device: Device) -> None:
 
 
 def test_a_model_computes_while_its_prefix_arrives() -> None:
-    torch = pytest.importorskip("torch")
-    model_of = pytest.importorskip("bench.gpu_model")
-    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch", reason="install torch and the engine extra")
+    transformers = pytest.importorskip("transformers", reason="install torch and the engine extra")
+    from bench import gpu_model as model_of
+
     small = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
     there = torch.device("cuda", 0)
