@@ -1,6 +1,7 @@
 """Random sequences with kills over the block API: nothing wrong, nothing hangs.
 
-Primitive: `PART`, 100 sequences. `python -m bench.gateway_runs 2000` plays as many as one likes.
+Primitive: `PART`, 100 sequences. `python -m bench.gateway_runs COUNT [FIRST]` plays as many as
+one likes, from the FIRST on.
 """
 
 from __future__ import annotations
@@ -72,5 +73,6 @@ PART = Part("random sequences with kills", (RUNS, WRONG, HANGS), _measure)
 
 
 if __name__ == "__main__":
+    count, first = map(int, [*sys.argv[1:], "0"][:2])
     with TemporaryDirectory() as place:
-        print(play(Path(place), range(SEED, SEED + int(sys.argv[1])), print))
+        print(play(Path(place), range(SEED + first, SEED + first + count), print))
