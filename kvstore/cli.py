@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -111,7 +111,9 @@ def stat(where: Where = DEFAULT_WHERE, *, json: bool = False) -> int:
     else:
         import json as codec
 
-        print("\n".join(_as_lines(codec.loads(tree))))
+        from kvstore.stat_lines import as_lines
+
+        print("\n".join(as_lines(codec.loads(tree))))
     return 0
 
 
@@ -139,49 +141,6 @@ def top(where: Where = DEFAULT_WHERE, *, once: bool = False) -> int:
             once=once,
         )
     return 0
-
-
-def _as_lines(tree: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
-    """A statistics tree as aligned text: plain values of a level first, then its branches.
-
-    Labelled series ("dropped_blocks:io") that never moved are left out.
-    """
-    indent = "  " * depth
-    shown = {key: value for key, value in tree.items() if value != 0 or ":" not in key}
-    branches = {key: value for key, value in shown.items() if _is_branch(value)}
-    leaves = {key: value for key, value in shown.items() if key not in branches}
-    width = max(map(len, leaves), default=0)
-    for key, value in leaves.items():
-        yield f"{indent}{key:<{width}}  {_as_text(key, value)}"
-    for key, value in branches.items():
-        yield f"{indent}{key}"
-        if isinstance(value, dict):
-            yield from _as_lines(value, depth + 1)
-        else:
-            for item in value:
-                facts = (f"{name} {_as_text(name, fact)}" for name, fact in item.items())
-                yield f"{indent}  {', '.join(facts)}"
-
-
-def _is_branch(value: object) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(item, dict) for item in value)
-    return isinstance(value, dict) and bool(value)
-
-
-def _as_text(key: str, value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int) and "bytes" in key.split(":")[0].split("_"):
-        for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-            if value >= size:
-                return f"{value / size:.1f} {unit}"
-        return f"{value} B"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return "none" if value in ("", None) else str(value)
 
 
 class VerifyProgress(Protocol):
@@ -257,17 +216,18 @@ def clear(
     Parameters
     ----------
     namespace
-        The namespace's 64 hex digits, as `kvstore stat` shows them.
+        Its 64 hex digits or its label, as `kvstore stat` shows them.
     all
         Clear every namespace.
     """
     from kvstore.rpc.control_pb2 import ClearRequest
 
     if (namespace is None) != all:
-        raise InvalidRequest("clear: name one namespace (64 hex digits) or give --all")
-    request = ClearRequest(namespace=_namespace_bytes(namespace or ""), all=all)
+        raise InvalidRequest("clear: name one namespace (64 hex digits or a label) or give --all")
     config, _ = where.load({})
     with _control(config) as control:
+        name = b"" if namespace is None else _namespace_named(control, namespace)
+        request = ClearRequest(namespace=name, all=all)
         cleared = control.Clear(request, timeout=CALL_SECONDS_MAX).namespaces
     print(f"cleared {cleared} namespace{'' if cleared == 1 else 's'}")
     return 0
@@ -318,17 +278,23 @@ def _size(text: str) -> int:
         raise InvalidRequest(f"resize: {text!r} {error}") from error
 
 
-def _namespace_bytes(text: str) -> bytes:
-    try:
-        name = bytes.fromhex(text)
-    except ValueError:
-        name = b"?"
-    if text and len(name) != FINGERPRINT_BYTES:
+def _namespace_named(control: Any, text: str) -> bytes:
+    """By its 64 hex digits, or by its label where only one has it. Raises InvalidRequest."""
+    import json as codec
+
+    from kvstore.rpc.control_pb2 import StatRequest
+
+    if len(text) == 2 * FINGERPRINT_BYTES:
+        with suppress(ValueError):
+            return bytes.fromhex(text)
+    tree = codec.loads(control.Stat(StatRequest(), timeout=CALL_SECONDS_MAX).json)
+    found = [space["id"] for space in tree["namespaces"] if space["label"] == text]
+    if len(found) != 1:
         raise InvalidRequest(
-            f"clear: {text!r} is not a namespace; "
-            "give its 64 hex digits, as `kvstore stat` shows them"
+            f"clear: {len(found) or 'no'} namespaces are labelled {text!r}; "
+            "give the 64 hex digits of one, as `kvstore stat` shows them"
         )
-    return name
+    return bytes.fromhex(found[0])
 
 
 @app.command(name="config")

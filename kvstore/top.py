@@ -19,6 +19,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.counters import TIERS
+
 PERIOD_SECONDS = 1.0
 UNKNOWN = "-"
 
@@ -134,22 +136,15 @@ def _fill(used: int, most: int) -> tuple[str, str, str]:
 
 
 def _hits(tree: Tree, rates: Rates) -> RenderableType:
-    tokens = {space.get("block_tokens") for space in tree["namespaces"]}
-    each = tokens.pop() if len(tokens) == 1 else None
-    unit = "tokens" if each else "blocks"
-    table = _table(f"asked for, {unit}", "", "per second", "since start", "share")
-    asked = rates.total("queried_blocks")
-    rows = {
-        "hits in host": ("hit_blocks:host",),
-        "hits on nvme": ("hit_blocks:nvme",),
-        "misses": tuple(name for name in tree["counters"] if name.startswith("missed_blocks:")),
+    table = _table("asked for, tokens", "", "per second", "since start", "share")
+    rows = {f"hits on {tier}": (f"hit_tokens:{tier}",) for tier in TIERS if tree.get(tier)} | {
+        "misses": tuple(name for name in tree["counters"] if name.startswith("missed_tokens:"))
     }
+    asked = sum(rates.total(*names) for names in rows.values())
     for title, names in rows.items():
-        count = rates.total(*names)
+        count, rate = rates.total(*names), rates.of(*names)
         share = f"{count / asked:.1%}" if asked else UNKNOWN
-        rate = rates.of(*names)
-        shown = UNKNOWN if rate is None else f"{rate * (each or 1):,.0f}"
-        table.add_row(title, shown, f"{count * (each or 1):,}", share)
+        table.add_row(title, UNKNOWN if rate is None else _count(rate), _count(count), share)
     return table
 
 
@@ -157,15 +152,15 @@ def _flows(tree: Tree, rates: Rates) -> RenderableType:
     table = _table("flows", "", "per second", "since start")
     dropped = tuple(name for name in tree["counters"] if name.startswith("dropped_blocks:"))
     skipped = tuple(name for name in tree["counters"] if name.startswith("write_skipped_blocks:"))
-    for title, names in (
-        ("stored, blocks", ("store_blocks:stored",)),
-        ("refused for lack of room, blocks", ("store_blocks:no_room",)),
-        ("nvme to host", ("bytes_promoted",)),
-        ("host to nvme", ("bytes_written_behind",)),
-        ("not written to nvme, blocks", skipped),
-        ("dropped, blocks", dropped),
+    for title, write, names in (
+        ("prefill saved (estimate)", _seconds, ("saved_prefill_us",)),
+        ("stored, blocks", _count, ("store_blocks:stored",)),
+        ("refused for lack of room, blocks", _count, ("store_blocks:no_room",)),
+        ("nvme to host", _size, ("bytes_promoted",)),
+        ("host to nvme", _size, ("bytes_written_behind",)),
+        ("not written to nvme, blocks", _count, skipped),
+        ("dropped, blocks", _count, dropped),
     ):
-        write = _size if "bytes" in names[0].split("_") else _count
         rate = rates.of(*names)
         table.add_row(title, UNKNOWN if rate is None else write(rate), write(rates.total(*names)))
     return table
@@ -190,6 +185,10 @@ def _latencies(tree: Tree, call_seconds: float) -> Text:
 
 def _count(value: float) -> str:
     return f"{value:,.0f}"
+
+
+def _seconds(microseconds: float) -> str:
+    return f"{microseconds / 1e6:,.1f} s"
 
 
 def _size(value: float) -> str:

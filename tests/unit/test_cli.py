@@ -27,7 +27,16 @@ TREE = {
     "uptime_seconds": 12.345678,
     "host": {"bytes": 1 << 30, "ready_blocks": 512, "reasons": [], "huge_pages": True},
     "nvme": {"mode": "direct", "bytes_used": 1536, "counters": {"bytes_written": 0}},
-    "namespaces": [{"id": "00ff", "kind": "chained", "block_bytes": 2048}],
+    "namespaces": [
+        {"id": NAMESPACE.hex(), "label": "mine", "block_bytes": 2048},
+        {"id": "00ff", "label": "twice", "block_bytes": 2048},
+        {"id": "00fe", "label": "twice", "block_bytes": 2048},
+    ],
+    "latencies": {
+        "Match": {"seconds": 0.1, "buckets": {"0.001": 98, "0.01": 100, "+Inf": 100}},
+        "Stat": {"seconds": 9.0, "buckets": {"0.001": 0, "0.01": 1, "+Inf": 2}},
+        "Load": {"seconds": 0.0, "buckets": {"0.001": 0, "0.01": 0, "+Inf": 0}},
+    },
     "counters": {"hit_blocks:host": 3, "hit_blocks:nvme": 0},
 }
 
@@ -117,7 +126,12 @@ def test_stat_for_people(shell: Shell, daemon: StandIn) -> None:
         "  counters",
         "    bytes_written  0 B",
         "namespaces",
-        "  id 00ff, kind chained, block_bytes 2.0 KiB",
+        f"  id {NAMESPACE.hex()}, label mine, block_bytes 2.0 KiB",
+        "  id 00ff, label twice, block_bytes 2.0 KiB",
+        "  id 00fe, label twice, block_bytes 2.0 KiB",
+        "latencies",
+        "  Match           100 calls, mean 1.00 ms, P99 at most 10 ms",
+        "  Stat              2 calls, mean 4500.00 ms, P99 above 0.01 s",
         "counters",
         "  hit_blocks:host  3",
     ]
@@ -211,7 +225,12 @@ def test_clear_everything(shell: Shell, daemon: StandIn) -> None:
     assert daemon.asked == [pb.ClearRequest(all=True)]
 
 
-@pytest.mark.parametrize("arguments", [[], [NAMESPACE.hex(), "--all"], ["zz"], ["00ff"]])
+def test_clear_by_a_label_that_only_one_has(shell: Shell, daemon: StandIn) -> None:
+    assert shell.ask("clear", "mine") == 0
+    assert daemon.asked == [pb.ClearRequest(namespace=NAMESPACE)]
+
+
+@pytest.mark.parametrize("arguments", [[], [NAMESPACE.hex(), "--all"], ["zz"], ["00ff"], ["twice"]])
 def test_clear_needs_exactly_one_good_target(
     shell: Shell, daemon: StandIn, arguments: list[str]
 ) -> None:

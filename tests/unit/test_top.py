@@ -31,6 +31,7 @@ def tree(**changes: Any) -> dict[str, Any]:
         "host": {
             "slabs": {"bytes_total": 64 * MIB, "classes": [{"slot_bytes": MIB, **slots}]},
         },
+        "gpu": None,
         "nvme": {
             "bytes_on_disk": 25 * MIB,
             "bytes_allowed": 100 * MIB,
@@ -64,13 +65,15 @@ def lines(now: dict[str, Any], before: dict[str, Any] | None = None) -> dict[str
 
 
 def test_a_frame_tells_what_is_there() -> None:
-    shown = lines(later(tree(), 0, queried_blocks=10, hit_blocks__host=4, missed_blocks__absent=5))
+    grown = {"hit_tokens__host": 512, "hit_tokens__nvme": 128, "missed_tokens__absent": 640}
+    shown = lines(later(tree(), 0, **grown, saved_prefill_us=2_500_000))
     head = next(line for line in shown.values() if line.startswith("kvstore 9.9"))
     assert "up 1:02:03, 3 clients, 77 blocks in 1 namespaces" in head
     assert shown["host"] == "host 32.0 MiB 64.0 MiB 50% 32 3 in motion, 4 quarantined"
     assert shown["nvme"] == "nvme 25.0 MiB 100.0 MiB 25% 24 11 waiting, direct I/O"
-    assert shown["hits in host"] == "hits in host - 512 40.0%"
+    assert shown["hits on host"] == "hits on host - 512 40.0%"
     assert shown["misses"] == "misses - 640 50.0%"
+    assert shown["prefill saved (estimate)"] == "prefill saved (estimate) - 2.5 s"
     assert shown["leases"].startswith("leases: 5 on 41 blocks, 6 expired; reservations: 7 of 8")
     assert "Stat call 4.2 ms" in shown["latencies"]
     assert "P50 1.2, P99 2.5, worst 33.0 ms" in shown["latencies"]
@@ -78,7 +81,7 @@ def test_a_frame_tells_what_is_there() -> None:
 
 def test_rates_are_growth_over_the_daemons_own_time() -> None:
     before = tree()
-    now = later(before, 2.0, hit_blocks__nvme=6, bytes_promoted=4 * MIB, dropped_blocks__io=8)
+    now = later(before, 2.0, hit_tokens__nvme=768, bytes_promoted=4 * MIB, dropped_blocks__io=8)
     shown = lines(now, before)
     assert shown["hits on nvme"].split()[3] == "384"
     assert shown["nvme to host"] == "nvme to host 2.0 MiB 4.0 MiB"
@@ -91,16 +94,9 @@ def test_no_rates_across_two_lives() -> None:
     assert shown["stored, blocks"] == "stored, blocks - 0"
 
 
-@pytest.mark.parametrize("namespaces", [[], [{"block_tokens": 16}, {"block_tokens": 32}]])
-def test_tokens_only_where_all_blocks_have_as_many(namespaces: list[dict[str, int]]) -> None:
-    shown = lines(later(tree(namespaces=namespaces), 0, hit_blocks__host=4))
-    assert "asked for, blocks" in shown
-    assert shown["hits in host"].split()[4] == "4"
-
-
 def test_tiers_may_be_off_and_ill_health_is_told() -> None:
     shown = lines(tree(host=None, nvme=None, health=["disk full", "slow"]))
-    assert not {"host", "nvme"} & set(shown)
+    assert not {"host", "nvme", "hits on host", "hits on nvme"} & set(shown)
     assert any("health: disk full; slow" in line for line in shown.values())
 
 
