@@ -7,27 +7,25 @@ rest as not measured, and ends with 0. With one it first runs `tests/gpu`.
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from bench import gpu_kernels, gpu_measure
-from bench.gpu_schedules import PLANTED, run_schedule, seeds_until_found
-from bench.gpu_world import Baton
-from bench.harness import OUT, Bar, Context, Part, Reading, Suite, single, spread
+from bench.harness import Bar, Context, Part, Reading, Suite, single, spread
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.lanes import Lanes
 from engine_adapter.transfer import LoadPlan, PagedTarget, Plane
-from engine_adapter.transfer_moves import Tables, source_of
+from engine_adapter.transfer_moves import COUNTS, LENGTHS, Choice, Tables, source_of
 from engine_adapter.transfer_plan import Pieces
 from kvstore.device import open_device
 from kvstore.errors import ConfigError
@@ -95,13 +93,15 @@ def _submit(context: Context) -> Reading:
     planes = tuple((Plane(n << 32, half, half, 2, 2 * BLOCKS * half),) for n in range(LAYERS))
     target, source = PagedTarget(layout, planes, 2 * BLOCKS), _Scattered(layout)
     device = _Silent(mood="eager")
-    lanes = Lanes(device, now=time.monotonic, pause=lambda: None)
+    cases = product((True, False), LENGTHS, COUNTS)
+    measured = Choice(dict.fromkeys(cases, {"batch": 1.0, "kernel": 2.0}))
+    lanes = Lanes(device, now=time.monotonic, pause=lambda: None, choice=measured)
     lanes.mechanisms["batch"] = counting = _Counting()
     device.register(*source.span)
     # The arena is address space nobody backs here: planning never reads it.
     lanes.pins._starts = np.array([source.span[0]], np.uint64)
     lanes.pins._stops = np.array([sum(source.span)], np.uint64)
-    transfers, compute = DeviceTransfers(lanes, Baton()), device.make_compute_stream()
+    transfers, compute = DeviceTransfers(lanes, ThreadPoolExecutor(1)), device.make_compute_stream()
     taken: list[float] = []
     for turn in range(context.several(41, 11)):
         blocks = np.random.default_rng(turn).permutation(2 * BLOCKS)[:BLOCKS]
@@ -121,6 +121,8 @@ def _submit(context: Context) -> Reading:
 
 def wrong_of(first: int) -> list[int]:
     """Seeds of one lot whose schedule had a wrong byte."""
+    from bench.gpu_schedules import run_schedule  # greenlet
+
     logging.disable(logging.WARNING)
     return [seed for seed in range(first, first + SEEDS_A_LOT) if run_schedule(seed)]
 
@@ -136,6 +138,8 @@ def _schedules(context: Context) -> Iterable[Reading]:
 
 
 def _bugs(context: Context) -> Reading:
+    from bench.gpu_schedules import PLANTED, seeds_until_found  # greenlet
+
     found = {bug: seeds_until_found(bug, iter(range(SEEDS_PER_BUG))) for bug in PLANTED}
     note = "schedules until seen: " + ", ".join(f"{bug} {at}" for bug, at in found.items())
     return Reading(BUGS.name, sum(at is not None for at in found.values()), note)
@@ -175,28 +179,18 @@ def why_no_gpu() -> str:
     return ""
 
 
-def not_measured() -> Iterator[str]:
-    """Names of the figures that need a GPU."""
-    for part in gpu_measure.PARTS:
-        yield from (bar.name for bar in part.bars)
-
-
 def main() -> int:
     logging.disable(logging.WARNING)  # schedules refuse registrations by the thousand
     reason = why_no_gpu()
     if not reason:
-        tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"]
+        # Without plug-ins too, whose settings would be unknown ones.
+        quiet = ["-W", "ignore::pytest.PytestConfigWarning"]
+        tests = [sys.executable, "-m", "pytest", "-q", *quiet, "-m", "gpu", "tests/gpu"]
         failed = subprocess.run(tests, env={**os.environ, "PYTHONPATH": "."}).returncode
         return Suite("gpu_check", [*gpu_measure.PARTS, *WITHOUT_GPU]).main() or failed
-    print(f"no GPU to measure on: {reason}", file=sys.stderr)
-    status = Suite("gpu_check", WITHOUT_GPU).main()
-    for name in not_measured():
-        print(f"{name}: not measured (no GPU)")
-    path = OUT / "gpu_check.json"
-    if path.exists():
-        body = json.loads(path.read_text())
-        body["not_measured"] = list(not_measured())
-        path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n")
+    names = ", ".join(bar.name for part in gpu_measure.PARTS for bar in part.bars)
+    status = Suite("gpu_check", WITHOUT_GPU, names).main()
+    print(f"no GPU to measure on: {reason}; not measured: {names}")
     return status
 
 

@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu_world import Reservation
 from bench.harness import OUT, Bar, Context, Part, Reading, spread
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.transfer import LoadPlan, PagedTarget, Plane, SavePlan
-from kvstore.device import Device, Order, open_device
+from kvstore.device import Device, open_device
 from kvstore.layout import BlockLayout
 from kvstore.tier.gpu import GpuTier
 from kvstore.types import ByteArray, ClientId, IntArray, UIntArray
@@ -58,6 +57,18 @@ class PinnedBlocks:
         return True
 
 
+class Reservation:
+    """Slots to fill, as `granted_addresses` looks at them."""
+
+    def __init__(self, arena: Any, slots: list[int]) -> None:
+        self.arena = arena
+        self._shared = self
+        self.offsets = tuple(slots)
+
+    def _filling(self) -> Reservation:
+        return self
+
+
 class Places:
     """What a reservation's slots are addressed in: offsets are slot numbers."""
 
@@ -80,8 +91,7 @@ class Rig:
         self.blocks = blocks
         self.layout = BlockLayout(BLOCK_TOKENS, layers, layer_bytes)
         self.size = blocks * self.layout.slot_bytes
-        self.arena: ByteArray = np.zeros(self.size, np.uint8)
-        self.arena[:] = np.arange(self.size, dtype=np.uint64).view(np.uint8)[: self.size]
+        self.arena: ByteArray = np.arange(self.size // 8, dtype=np.uint64).view(np.uint8)
         self.there = device.allocate(self.size)
         stride = layers * layer_bytes
         planes = tuple(
@@ -98,13 +108,15 @@ class Rig:
         while self.transfers.describe()["pinned_bytes"] != self.size:
             time.sleep(0.01)
 
-    def load(self) -> Any:
-        source: Any = PinnedBlocks(self.places)
+    def load(self, copy: int | None = None) -> Any:
+        """Out of the slots, or out of a `copy` of the arena that lies elsewhere."""
+        start = self.arena.ctypes.data
+        moved = 0 if copy is None else (copy - start) % (1 << 64)
+        source: Any = PinnedBlocks(self.places + np.uint64(moved))
         return self.transfers.start_load(LoadPlan(self.target, source, self.ids), self.compute)
 
     def save(self) -> Any:
-        arena: Any = Places(self.places)
-        reservation: Any = Reservation(arena, list(range(self.blocks)))
+        reservation: Any = Reservation(Places(self.places), list(range(self.blocks)))
         plan = SavePlan(self.target, reservation, self.ids, np.arange(self.blocks))
         return self.transfers.start_save(plan, self.compute)
 
@@ -130,6 +142,10 @@ class Rig:
         while not self.device.is_done(last):
             time.sleep(1e-4)
         return self.device.seconds_between(first, last)
+
+    def fill(self, copy: int) -> None:
+        """Make device memory a copy of the arena."""
+        self.plain_seconds(copy, self.arena.ctypes.data)
 
     def block_bytes(self, block: int) -> ByteArray:
         """An engine block, brought to the host."""
@@ -206,23 +222,6 @@ def _hold_slab(pipe: Any, length: int) -> None:
     tier.close()
 
 
-def seconds_from_slab(rig: Rig, base: int) -> float:
-    """All blocks out of a slab that starts at `base`, as a load from the GPU tier takes them."""
-    size = np.uint64(rig.layout.block_bytes)
-    sources = (
-        np.uint64(base) + np.random.default_rng(3).permutation(rig.blocks).astype(np.uint64) * size
-    )
-    to = np.uint64(rig.there) + rig.ids.astype(np.uint64) * size
-    lengths = np.full(rig.blocks, size, np.uint64)
-    first, last = (rig.device.make_event(timed=True) for _ in range(2))
-    rig.device.record(first, rig.compute)
-    rig.device.copy_batch(to, sources, lengths, Order.STREAM, rig.compute)
-    rig.device.record(last, rig.compute)
-    while not rig.device.is_done(last):
-        time.sleep(1e-4)
-    return rig.device.seconds_between(first, last)
-
-
 def _from_slab(context: Context) -> Iterable[Reading]:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     with _real_rig() as rig:
@@ -231,16 +230,18 @@ def _from_slab(context: Context) -> Iterable[Reading]:
         )
         child.start()
         ((_, handle),) = ours.recv()
-        base = rig.device.open_export(handle)
+        base = rig.transfers.open_slab(handle, rig.size)
         try:
+            rig.fill(base)
             yield _ratio(
                 D2D.name,
                 context.several(9, 3),
                 lambda: rig.plain_seconds(rig.there, base),
-                lambda: seconds_from_slab(rig, base),
+                lambda: rig.seconds_of(lambda: rig.load(base)),
             )
+            rig.check()
         finally:
-            rig.device.close_export(base)
+            rig.transfers.close()
             ours.send(None)
             child.join(30)
 

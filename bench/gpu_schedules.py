@@ -17,7 +17,8 @@ from unittest import mock
 
 import numpy as np
 
-from bench.gpu_world import Reservation, Source, World
+from bench.gpu_measure import Reservation
+from bench.gpu_world import Source, World
 from engine_adapter.lanes import Lanes
 from engine_adapter.loader import LoadFailed
 from engine_adapter.transfer import LoadHandle, LoadPlan, SaveHandle, SavePlan

@@ -191,18 +191,6 @@ class Source:
                 self._arena.fill(slot, next(self._world.colours))
 
 
-class Reservation:
-    """Slots to fill, as `granted_addresses` looks at them."""
-
-    def __init__(self, arena: Slots, slots: list[int]) -> None:
-        self.arena = arena
-        self._shared = self
-        self.offsets = tuple(slots)
-
-    def _filling(self) -> Reservation:
-        return self
-
-
 class RandomChoice(Choice):
     """Either mechanism, by chance."""
 

@@ -262,8 +262,10 @@ def _mount_of(path: Path) -> str:
 class Suite:
     """A named list of parts, and the command that runs them."""
 
-    def __init__(self, name: str, parts: Sequence[Part]) -> None:
+    def __init__(self, name: str, parts: Sequence[Part], not_measured: str = "") -> None:
+        """`not_measured`: of the figures that belong here, those that this machine cannot show."""
         self.name = name
+        self.not_measured = not_measured
         self.parts = tuple(parts)
         self.bars = {bar.name: bar for part in parts for bar in part.bars}
         if len(self.bars) != sum(len(part.bars) for part in parts):
@@ -281,6 +283,8 @@ class Suite:
             before = machine(work)
             figures = self.run(Context(work, wanted, options.quick), wanted)
             facts = {**before, "load_average_after": list(os.getloadavg())}
+        if self.not_measured:
+            facts["not_measured"] = self.not_measured
         write_json(options.out, self.name, facts, figures)
         print(table(facts, figures))
         print(f"figures: {len(figures)}, hold: {sum(figure.holds for figure in figures)}")
@@ -298,6 +302,7 @@ class Suite:
             try:
                 for reading in part.measure(context):
                     seen[reading.name] = reading
+                    context.step(f"{reading.name}: {rounded(reading.value):g}")
             except Exception as error:  # noqa: BLE001 - told below; other parts still count
                 traceback.print_exc()
                 reason = f"failed: {type(error).__name__}: {error}"

@@ -38,7 +38,7 @@ from engine_adapter.transfer_moves import QuantisingCopies, Route, calibrated
 from engine_adapter.transfer_plan import compiled
 from kvstore.client.inplace import granted_addresses
 from kvstore.device import open_device
-from kvstore.errors import DeviceError, InvalidRequest, KVStoreError, Overloaded
+from kvstore.errors import ConfigError, DeviceError, InvalidRequest, KVStoreError, Overloaded
 from kvstore.types import ByteArray, IntArray
 
 PAUSE_SECONDS = 0.0002
@@ -70,13 +70,17 @@ class DeviceTransfers:
 
     @classmethod
     def open(cls, index: int = 0) -> DeviceTransfers:
-        """On CUDA device `index`, measured. Raises ConfigError without a usable device."""
+        """On CUDA device `index`, measured: about a second. Raises ConfigError without a usable
+        device, or a compiler for its kernels."""
         device = open_device(index)
 
         def pause() -> None:
             time.sleep(PAUSE_SECONDS)
 
-        lanes = Lanes(device, now=time.monotonic, pause=pause)
+        try:
+            lanes = Lanes(device, now=time.monotonic, pause=pause)
+        except DeviceError as error:
+            raise ConfigError(f"{error}; the extra `gpu` brings cupy and NVRTC") from error
         try:
             lanes.choice = calibrated(device, list(lanes.mechanisms.values()), pause)
         except DeviceError as error:
@@ -221,7 +225,7 @@ class DeviceTransfers:
         return {
             "running": len(self._running),
             "bytes_by_way": dict(self._lanes.bytes_by_way),
-            "is_measured": bool(self._lanes.choice.seconds),
+            "measured": self._lanes.choice.describe(),
             **self._lanes.pins.describe(),
         }
 

@@ -100,8 +100,9 @@ class Lanes:
         if is_lent is not None and is_lent.any():
             there = pieces.only(is_lent)
             self.bytes_by_way["gpu_tier"] += there.total_bytes
-            # Within a device copy engines are slow with short pieces.
-            short = there.total_bytes < OVERLAP_BYTES_MAX * len(there.lengths)
+            # Within a device copy engines are slow with pieces that a batch asks to keep off the
+            # processors.
+            short = there.total_bytes <= OVERLAP_BYTES_MAX * len(there.lengths)
             near = self.mechanisms[KernelCopies.name if short else BatchCopies.name]
             self._enqueue(there, True, stream, held, only or near)
             pieces = pieces.only(~is_lent)

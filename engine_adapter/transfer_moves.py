@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.resources import files
 from itertools import product
+from math import log2
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -30,8 +32,12 @@ from kvstore.types import ByteArray, IntArray, UIntArray
 KERNEL_BLOCKS = 12
 """More processors than this are not taken from the engine."""
 KERNEL_THREADS = 256
+KERNEL_HANDICAP = 1.15
+"""A kernel is chosen where it is faster by more than this."""
 LENGTHS = tuple(1024 * kib for kib in (4, 16, 28, 64, 256))
 COUNTS = (16, 256, 2048)
+TABLES_BYTES = 1 << 20
+"""Pinned at once for tables."""
 PROBE_BYTES = 32 << 20
 ROUNDS = 3
 
@@ -71,13 +77,19 @@ class BatchCopies:
 
 
 class PinnedTables:
-    """Tables of addresses for kernels, which read them when they run: never re-used before."""
+    """Tables of addresses for kernels, which read them when they run: never re-used before.
+
+    Cut out of few allocations: a driver may let everything else wait for one."""
 
     def __init__(self, device: Device, pointers: Callable[[UIntArray], UIntArray] | None) -> None:
         """`pointers`: where kernels find the host addresses given; None: where the host does."""
         self._device = device
         self._pointers = pointers
         self._free: dict[int, list[ByteArray]] = {}
+        """By size."""
+        self._made: list[ByteArray] = []
+        self._places: dict[int, int] = {}
+        """Host address of a table -> where kernels find it."""
 
     def write(self, columns: Sequence[UIntArray]) -> tuple[ByteArray, list[int]]:
         """A table and where kernels find each column of uint64 [n]."""
@@ -86,7 +98,7 @@ class PinnedTables:
         words = table[: len(columns) * length].view(np.uint64).reshape(len(columns), -1)
         for row, column in zip(words, columns, strict=True):
             row[:] = column
-        at = self._device.pointer_of(table.ctypes.data)
+        at = self._places[table.ctypes.data]
         return table, [at + number * length for number in range(len(columns))]
 
     def host(self, pieces: Pieces) -> UIntArray:
@@ -96,18 +108,25 @@ class PinnedTables:
     def give_back(self, tables: Tables) -> None:
         """The work that read them has ended."""
         for table in tables:
-            self._free.setdefault(len(table), []).append(table)
+            self._free[len(table)].append(table)
 
     def _take(self, length: int) -> ByteArray:
         size = 1 << max(length - 1, 4095).bit_length()
-        free = self._free.get(size)
-        return free.pop() if free else self._device.allocate_pinned(size)
+        free = self._free.setdefault(size, [])
+        if not free:
+            made = self._device.allocate_pinned(max(size, TABLES_BYTES))
+            self._made.append(made)
+            place = self._device.pointer_of(made.ctypes.data)
+            for at in range(0, len(made), size):
+                free.append(made[at : at + size])
+                self._places[free[-1].ctypes.data] = place + at
+        return free.pop()
 
     def close(self) -> None:
-        """Let go of the tables that were given back."""
-        for tables in self._free.values():
-            for table in tables:
-                self._device.free_pinned(table)
+        """All were given back."""
+        for made in self._made:
+            self._device.free_pinned(made)
+        self._made.clear()
         self._free.clear()
 
 
@@ -190,17 +209,32 @@ class Route:
             yield number, Pieces(host.ravel(), device.ravel(), lengths, total)
 
 
+@cache
 def source_of(name: str) -> str:
     """A CUDA source that ships with this package."""
     return (files("engine_adapter") / "kernels" / f"{name}.cu").read_text(encoding="utf-8")
 
 
+Case: TypeAlias = tuple[bool, int, int]
+"""To the device or from it, length of a piece, number of pieces."""
+
+
 @dataclass(frozen=True)
 class Choice:
-    """The fastest mechanism a direction, piece length and number, as measured."""
+    """Which mechanism moves what, as measured on this device."""
 
-    seconds: Mapping[tuple[str, bool, int, int], float]
-    """(mechanism, to_device, length, count) -> seconds; nothing measured: copy engines."""
+    seconds: Mapping[Case, Mapping[str, float]]
+    """Of each mechanism; nothing measured: copy engines do everything."""
+
+    @cached_property
+    def _best(self) -> dict[Case, str]:
+        return {case: self._best_of(times) for case, times in self.seconds.items()}
+
+    @staticmethod
+    def _best_of(times: Mapping[str, float]) -> str:
+        """A kernel takes processors from the engine: it has to be worth it."""
+        handicaps = {name: KERNEL_HANDICAP if name == KernelCopies.name else 1.0 for name in times}
+        return min(times, key=lambda name: times[name] * handicaps[name])
 
     def name_for(self, pieces: Pieces, to_device: bool) -> str:
         """Of the mechanism for these pieces: the nearest case that was measured decides."""
@@ -208,16 +242,21 @@ class Choice:
             return BatchCopies.name
         count = len(pieces.lengths)
         length = _nearest(LENGTHS, pieces.total_bytes / count)
-        times = {
-            name: seconds
-            for (name, direction, at, many), seconds in self.seconds.items()
-            if (direction, at, many) == (to_device, length, _nearest(COUNTS, count))
-        }
-        return min(times, key=lambda name: times[name])
+        return self._best[to_device, length, _nearest(COUNTS, count)]
+
+    def describe(self) -> dict[str, str]:
+        """For people: a case -> what moves it, and GB/s of each mechanism."""
+        told = {}
+        for (to_device, length, count), times in self.seconds.items():
+            case = f"{'load' if to_device else 'save'} {count} x {length >> 10} KiB"
+            rates = {name: count * length / taken / 1e9 for name, taken in times.items()}
+            each = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items())
+            told[case] = f"{self._best_of(times)} ({each} GB/s)"
+        return told
 
 
 def _nearest(known: Sequence[int], value: float) -> int:
-    return min(known, key=lambda one: abs(np.log2(one) - np.log2(value)))
+    return min(known, key=lambda one: abs(log2(one / value)))
 
 
 def calibrated(
@@ -230,17 +269,17 @@ def calibrated(
     host, there = device.allocate_pinned(PROBE_BYTES), device.allocate(PROBE_BYTES)
     stream = device.make_stream()
     events = [device.make_event(timed=True) for _ in range(2)]
-    seconds: dict[tuple[str, bool, int, int], float] = {}
+    seconds: dict[Case, dict[str, float]] = {}
     try:
-        for mechanism, to_device, length, count in product(
-            mechanisms, (True, False), LENGTHS, COUNTS
-        ):
+        for to_device, length, count in product((True, False), LENGTHS, COUNTS):
             pieces = _probe(host.ctypes.data, there, length, count)
-            taken = [
-                _timed(device, mechanism, pieces, to_device, stream, events, pause)
-                for _ in range(ROUNDS)
-            ]
-            seconds[mechanism.name, to_device, length, count] = min(taken)
+            seconds[to_device, length, count] = {
+                mechanism.name: min(
+                    _timed(device, mechanism, pieces, to_device, stream, events, pause)
+                    for _ in range(ROUNDS)
+                )
+                for mechanism in mechanisms
+            }
     finally:
         for event in events:
             device.drop_event(event)

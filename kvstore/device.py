@@ -111,7 +111,8 @@ class Device(Protocol):
         the call returns. Not on the default stream."""
 
     def make_kernel(self, source: str, name: str) -> int:
-        """A function of a CUDA source whose arguments are all unsigned 64-bit numbers."""
+        """A function of a CUDA source whose arguments are all unsigned 64-bit numbers; the same
+        one for the same words."""
 
     def launch(
         self, kernel: int, blocks: int, threads: int, arguments: tuple[int, ...], stream: int
@@ -150,22 +151,32 @@ class CudaDevice:
         self._runtime = cupy.cuda.runtime
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._kernels: list[Any] = []
-        self._modules: dict[str, Any] = {}
+        self._numbers: dict[tuple[str, str], int] = {}
+        """(source, name) -> number of a kernel."""
+        self._streams: dict[int, Any] = {}
+        """Streams as cupy launches on them."""
         self._call(self._runtime.free, 0)  # the first call of a process makes the context
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """On this device, whatever the calling thread used before. cupy clears the pending error
-        of a refused call, so that nobody else trips over it."""
+        """On this device; the calling thread's own current device is as it was afterwards. cupy
+        clears the pending error of a refused call, so that nobody else trips over it."""
+        runtime = self._runtime
+        refused = (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)
         try:
-            self._runtime.setDevice(self.index)
-            return function(*arguments)
-        except self._runtime.CUDARuntimeError as error:
+            before = runtime.getDevice()
+            if before == self.index:
+                return function(*arguments)
+            runtime.setDevice(self.index)
+            try:
+                return function(*arguments)
+            finally:
+                runtime.setDevice(before)
+        except refused as error:
             raise DeviceError(f"cuda device {self.index}: {error}") from error
 
     def _drive(self, name: str, *arguments: Any) -> None:
         """A driver call that cupy does not offer."""
-        self._call(lambda: None)
-        status = getattr(self._driver, name)(*arguments)
+        status = self._call(getattr(self._driver, name), *arguments)
         if status:
             raise DeviceError(f"cuda device {self.index}: {name} failed with {status}")
 
@@ -175,6 +186,7 @@ class CudaDevice:
         return int(self._call(self._runtime.streamCreateWithFlags, _STREAM_NON_BLOCKING))
 
     def drop_stream(self, stream: int) -> None:
+        self._streams.pop(stream, None)
         self._call(self._runtime.streamDestroy, stream)
 
     def make_event(self, *, timed: bool = False) -> int:
@@ -294,22 +306,37 @@ class CudaDevice:
     # ------------------------------------------------------------------ kernels
 
     def make_kernel(self, source: str, name: str) -> int:
-        self._call(lambda: None)
-        if source not in self._modules:
-            self._modules[source] = self._cupy.RawModule(code=source, options=("-std=c++17",))
-        try:
-            self._kernels.append(self._modules[source].get_function(name))
-        except self._cupy.cuda.compiler.CompileException as error:
-            raise DeviceError(f"cuda device {self.index}: {name} does not compile") from error
-        return len(self._kernels) - 1
+        if (source, name) not in self._numbers:
+            module = self._cupy.RawModule(code=source, options=("-std=c++17",))
+            try:
+                self._kernels.append(self._call(module.get_function, name))
+            except self._cupy.cuda.compiler.CompileException as error:
+                raise DeviceError(f"cuda device {self.index}: {name} does not compile") from error
+            self._numbers[source, name] = len(self._kernels) - 1
+        return self._numbers[source, name]
 
     def launch(
         self, kernel: int, blocks: int, threads: int, arguments: tuple[int, ...], stream: int
     ) -> None:
-        function = self._kernels[kernel]
         values = tuple(np.uint64(argument) for argument in arguments)
-        with self._cupy.cuda.ExternalStream(stream, self.index):
-            self._call(function, (blocks,), (threads,), values)
+        if stream not in self._streams:
+            self._streams[stream] = self._cupy.cuda.Stream.from_external(_External(stream))
+
+        def enqueue() -> None:
+            with self._streams[stream]:
+                self._kernels[kernel]((blocks,), (threads,), values)
+
+        self._call(enqueue)
+
+
+class _External:
+    """A stream's handle, as cupy takes it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
 
 
 def open_device(index: int = 0) -> Device:

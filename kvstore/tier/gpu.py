@@ -1,8 +1,8 @@
 """The GPU tier: slabs of device memory, each one allocation that engines open by its IPC handle.
 
-Primitives of `GpuTier`: the slot calls of every tier; `address_of`, `copy_in`, `copy_out` for
-bytes; `handles_for`, `acknowledge`, `forget` for the processes that have slabs open; `resize`,
-`leaving`, `tend` for giving memory back.
+Primitives of `GpuTier`: the slot calls of every tier; `addresses`, `copy_in` for bytes;
+`handles_for`, `acknowledge`, `forget` for the processes that have slabs open; `resize`, `leaving`,
+`tend` for giving memory back.
 
 All on the loop. A slab leaves in four steps, each one a state that the caller sees: no new blocks
 (`resize` closes it), its blocks leave (`leaving` names them), its openers close it (`tend` tells
@@ -123,19 +123,26 @@ class GpuTier:
 
     # ------------------------------------------------------------------ bytes
 
-    def address_of(self, slot: int) -> int:
-        """Device address of a slot in this process."""
-        slab = self._slab_of(slot)
-        return self._base[slab] + self.pool.offset_of(slot) - slab * self.pool.slab_bytes
+    def addresses(self, slots: Slots) -> UIntArray:
+        """Device addresses of held slots in this process, uint64 [n]."""
+        bases = np.zeros(self.pool.slabs, np.uint64)
+        bases[list(self._base)] = list(self._base.values())
+        slabs = np.asarray(slots, np.int64) // self.pool.slots_per_slab_max
+        places: UIntArray = (
+            bases[slabs]
+            + self.pool.offsets_of(slots)
+            - slabs.astype(np.uint64) * np.uint64(self.pool.slab_bytes)
+        )
+        return places
 
     def copy_in(self, slots: Slots, sources: UIntArray, lengths: UIntArray) -> int:
         """Enqueue host → GPU; the event after which the slots hold their bytes. Its caller drops
         it."""
-        return self._enqueue(self._addresses(slots), sources, lengths)
-
-    def copy_out(self, slots: Slots, destinations: UIntArray, lengths: UIntArray) -> int:
-        """Enqueue GPU → host; the event after which the bytes are there. Its caller drops it."""
-        return self._enqueue(destinations, self._addresses(slots), lengths)
+        event = self._device.make_event()
+        to = self.addresses(slots)
+        self._device.copy_batch(to, sources, lengths, Order.STREAM, self._stream)
+        self._device.record(event, self._stream)
+        return event
 
     def has_ended(self, event: int) -> bool:
         """Whether the copies behind it have; then the event is dropped."""
@@ -151,15 +158,6 @@ class GpuTier:
                 self._device.free_pinned(self._staging)
             self._staging = self._device.allocate_pinned(length)
         return self._staging
-
-    def _addresses(self, slots: Slots) -> UIntArray:
-        return np.array([self.address_of(int(slot)) for slot in slots], np.uint64)
-
-    def _enqueue(self, to: UIntArray, sources: UIntArray, lengths: UIntArray) -> int:
-        event = self._device.make_event()
-        self._device.copy_batch(to, sources, lengths, Order.STREAM, self._stream)
-        self._device.record(event, self._stream)
-        return event
 
     # ------------------------------------------------------------------ who has slabs open
 

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from bench.gpu_measure import Rig, seconds_from_slab
+from bench.gpu_measure import Rig
 from bench.gpu_world import Baton
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.lanes import Lanes
@@ -27,6 +27,11 @@ def test_the_rig_loads_saves_and_times() -> None:
     assert rig.seconds_of(rig.save) > 0
     assert np.array_equal(rig.arena, before)
     assert rig.plain_seconds(rig.there, rig.arena.ctypes.data) > 0
-    base = device.allocate(rig.size)
-    device.copy(base, rig.arena.ctypes.data, rig.size, rig.compute)
-    assert seconds_from_slab(rig, base) > 0
+    slab = device.allocate(rig.size)
+    base = transfers.open_slab(device.export(slab), rig.size)
+    rig.fill(base)
+    rig.arena[:] = 0  # nothing comes from there
+    assert rig.seconds_of(lambda: rig.load(base)) > 0
+    rig.arena[:] = before
+    rig.check()
+    assert transfers.describe()["bytes_by_way"]["gpu_tier"] == rig.size  # type: ignore[index]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench.gpu_measure import Reservation
 from bench.gpu_schedules import PLANTED, run_schedule, seeds_until_found
-from bench.gpu_world import Baton, RandomChoice, Reservation, Slots, Source, World
+from bench.gpu_world import Baton, RandomChoice, Slots, Source, World
 from engine_adapter import pinning, transfer_moves
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.lanes import Lanes
@@ -18,6 +21,7 @@ from engine_adapter.pinning import PinnedArena
 from engine_adapter.transfer import LoadPlan, PagedTarget, Plane, SavePlan, planes_of
 from engine_adapter.transfer_moves import Choice, calibrated
 from engine_adapter.transfer_plan import Pieces, compiled, placed, portions
+from kvstore.device import Device
 from kvstore.errors import DeviceError, InvalidRequest
 from kvstore.layout import BlockLayout
 from kvstore.testing.fake_device import FakeDevice
@@ -259,10 +263,17 @@ def test_both_mechanisms_are_measured_and_the_faster_one_is_chosen(
     choice = calibrated(device, cases, lanes.pause)
     assert device.memory() == before
     pieces = Pieces(*(np.full(64, 4096, np.uint64) for _ in range(3)), 64 * 4096)
-    name = choice.name_for(pieces, True)
-    other = next(one.name for one in cases if one.name != name)
-    assert choice.seconds[name, True, 4096, 16] <= choice.seconds[other, True, 4096, 16]
+    assert set(choice.seconds) == set(itertools.product((True, False), (4096, 65536), (4, 16)))
+    assert len(choice.describe()) == 8
     assert Choice({}).name_for(pieces, True) == "batch"
+    for kernel, wanted in ((0.5, "kernel"), (0.95, "batch"), (2.0, "batch")):
+        # The nearest case by length and number decides; the others say the opposite.
+        against = {"batch": 1.0, "kernel": 0.5 if wanted == "batch" else 2.0}
+        table = dict.fromkeys(choice.seconds, against)
+        measured = Choice(table | {(True, 4096, 16): {"batch": 1.0, "kernel": kernel}})
+        assert measured.name_for(pieces, True) == wanted
+        assert measured.name_for(pieces, False) != wanted
+        assert measured.describe()["load 16 x 4 KiB"].startswith(wanted)
 
 
 def test_what_is_not_pinned_goes_through_buffers_and_says_so() -> None:
@@ -286,6 +297,18 @@ def test_what_is_not_pinned_goes_through_buffers_and_says_so() -> None:
     assert told["pinned_bytes"] == 0
     assert told["failures"]
     assert told["bytes_by_way"]["bounced"] > 0  # type: ignore[index]
+
+
+def test_nobody_waits_for_a_whole_device() -> None:
+    forbidden = re.compile(
+        r"(device|ctx|context)_?synchronize|cuda\.synchronize|\bmem(cpy|set)\(|set_?limit", re.I
+    )
+    root = Path(__file__).parents[2]
+    for folder in ("kvstore", "engine_adapter"):
+        for path in (root / folder).rglob("*.py"):
+            found = forbidden.search(path.read_text("utf-8"))
+            assert found is None, f"{path.relative_to(root)}: {found}"
+    assert not [name for name in vars(Device) if "synch" in name]
 
 
 # ---------------------------------------------------------------------- schedules
