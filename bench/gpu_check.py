@@ -94,7 +94,7 @@ def _submit(context: Context) -> Reading:
     target, source = PagedTarget(layout, planes, 2 * BLOCKS), _Scattered(layout)
     device = _Silent(mood="eager")
     cases = product((True, False), LENGTHS, COUNTS)
-    measured = Choice(dict.fromkeys(cases, {"batch": 1.0, "kernel": 2.0}))
+    measured = Choice({case: {"batch": 1.0, "kernel": 2.0} for case in cases})
     lanes = Lanes(device, now=time.monotonic, pause=lambda: None, choice=measured)
     lanes.mechanisms["batch"] = counting = _Counting()
     device.register(*source.span)

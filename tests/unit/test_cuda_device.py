@@ -36,16 +36,16 @@ class Recorder:
         self.current = 0
         self.calls: list[tuple[Any, ...]] = []
 
-    def getDevice(self) -> int:  # noqa: N802 - cupy's name
+    def getDevice(self) -> int:
         return self.current
 
-    def setDevice(self, index: int) -> None:  # noqa: N802 - cupy's name
+    def setDevice(self, index: int) -> None:
         self.current = index
 
     def free(self, address: int) -> None:
         """What makes the context."""
 
-    def memcpyAsync(self, *arguments: Any) -> None:  # noqa: N802 - cupy's name
+    def memcpyAsync(self, *arguments: Any) -> None:
         self.calls.append(("memcpyAsync", self.current, *arguments))
 
     def __getattr__(self, name: str) -> Any:
