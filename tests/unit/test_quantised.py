@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu_measure import PinnedBlocks, Places
-from bench.gpu_world import Baton, Reservation
+from bench.gpu_measure import PinnedBlocks, Places, Reservation
+from bench.gpu_world import Baton
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.lanes import Lanes
 from engine_adapter.quantised import (
