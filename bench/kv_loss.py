@@ -1,7 +1,8 @@
 """What 8-bit KV loses on a real model: the error a layer, and the perplexity it costs.
 
-Run it with `.venv-torch/bin/python -m bench.kv_loss [WINDOWS]`; it needs torch, transformers and
-the demo's Gemma 3 270M. The text is this project's own. Of each window the first PREFIX tokens are
+Run `.venv-torch/bin/python -m bench.kv_loss [--windows N] [--model NAME] [--texts FILE ...]`; it
+needs torch and transformers. Unless others are named, the model is the demo's Gemma 3 270M and the
+text this project's own. Of each window the first PREFIX tokens are
 computed, their KV is rounded to bfloat16, then packed and restored block by block and head by head
 as the GPU path does it, and the loss of the following tokens is compared with that of the same
 split without packing. Writes bench/out/kv_loss.json.
@@ -9,6 +10,7 @@ split without packing. Writes bench/out/kv_loss.json.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import sys
@@ -18,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from bench.demo_models import load_model
 from bench.harness import OUT
@@ -38,10 +40,9 @@ PREFIX, SUFFIX, BLOCK_TOKENS = 480, 128, 16
 TEXTS = ("ARCHITECTURE.md", "docs/transformers.md", "docs/gpu.md", "bench/support_desk/handbook.md")
 
 
-def windows(tokens: Any, count: int) -> Iterator[torch.Tensor]:
-    """Token windows from all over the project's texts, int64 [1, PREFIX + SUFFIX]."""
-    root = Path(__file__).parent.parent
-    ids = [token for name in TEXTS for token in tokens.encode((root / name).read_text("utf-8"))]
+def windows(tokens: Any, texts: list[Path], count: int) -> Iterator[torch.Tensor]:
+    """Token windows from all over the texts, int64 [1, PREFIX + SUFFIX]."""
+    ids = [token for path in texts for token in tokens.encode(path.read_text("utf-8"))]
     length = PREFIX + SUFFIX
     for start in np.linspace(0, len(ids) - length, count).astype(int).tolist():
         yield torch.tensor([ids[start : start + length]])
@@ -84,13 +85,23 @@ def loss_after(model: Any, ids: torch.Tensor, cache: DynamicCache) -> float:
 
 
 def main() -> int:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 6
-    model, tokens = load_model("gemma3", lambda text: print(text, file=sys.stderr))
+    root = Path(__file__).parent.parent
+    parser = argparse.ArgumentParser(prog="bench.kv_loss")
+    parser.add_argument("--windows", type=int, default=6)
+    parser.add_argument("--model", help="name or folder, as transformers takes it")
+    parser.add_argument("--texts", nargs="+", type=Path, default=[root / name for name in TEXTS])
+    options = parser.parse_args()
+    count = options.windows
+    if options.model:
+        model = AutoModelForCausalLM.from_pretrained(options.model)
+        tokens = AutoTokenizer.from_pretrained(options.model)
+    else:
+        model, tokens = load_model("gemma3", lambda text: print(text, file=sys.stderr))
     model = model.float().eval()
     losses: dict[str, list[float]] = {}
     errors: dict[str, list[list[float]]] = {}
     with torch.inference_mode():
-        for ids in windows(tokens, count):
+        for ids in windows(tokens, options.texts, count):
             computed = prefix_cache(model, ids)
             for scheme in (None, *SCHEMES):
                 cache, lost = stored(computed, scheme)

@@ -20,9 +20,10 @@ import torch
 
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.loader import Row
+from engine_adapter.quantised import QuantisedTarget
 from engine_adapter.saver import SaveJob
 from engine_adapter.tensors import KVTensors
-from engine_adapter.transfer import LoadHandle, LoadPlan, PagedTarget, Plane, SavePlan
+from engine_adapter.transfer import LoadHandle, LoadPlan, PagedTarget, Plane, SavePlan, Target
 from kvstore.client import NamespaceHandle, WriteReservation
 from kvstore.client.inplace import arena_regions, let_in
 from kvstore.errors import DeviceError, KVStoreError
@@ -76,7 +77,7 @@ class Accelerator:
         torch.cuda.current_stream(self.device).synchronize()
 
 
-def target_of(layers: Layers, row: int, column: int, tensors: KVTensors) -> PagedTarget:
+def target_of(layers: Layers, row: int, column: int, tensors: KVTensors) -> Target:
     """One row of a cache: block b is what lies from column `column + b * block_tokens` on."""
 
     def plane(tensor: torch.Tensor) -> Plane:
@@ -85,9 +86,27 @@ def target_of(layers: Layers, row: int, column: int, tensors: KVTensors) -> Page
         block_bytes = item * by_token * tensors.block_tokens
         return Plane(start, block_bytes, block_bytes, tensors.heads, item * by_head)
 
-    blocks = (layers[0][0].shape[2] - column) // tensors.block_tokens
+    keys = layers[0][0]
+    blocks = (keys.shape[2] - column) // tensors.block_tokens
     planes = tuple((plane(keys), plane(values)) for keys, values in layers)
-    return PagedTarget(tensors.block_layout, planes, blocks, owner=layers)
+    layout = tensors.block_layout
+    if tensors.scheme is None:
+        return PagedTarget(layout, planes, blocks, owner=layers)
+    starts = tuple(
+        tuple(p.address + head * p.row_stride_bytes for p in pair for head in range(p.rows))
+        for pair in planes
+    )
+    return QuantisedTarget(
+        layout,
+        starts,
+        block_stride_bytes=planes[0][0].block_stride_bytes,
+        token_stride_bytes=keys.element_size() * keys.stride(2),
+        tokens=tensors.block_tokens,
+        dim=keys.shape[3],
+        scheme=tensors.scheme,
+        blocks=blocks,
+        owner=layers,
+    )
 
 
 class DevicePrefixLoad:
@@ -148,7 +167,7 @@ class DeviceSaveJob(SaveJob):
     """`stream`: what computed the blocks, all of it enqueued by now."""
 
     accelerator: Accelerator
-    target: PagedTarget
+    target: Target
     stream: int
 
     def fill(self, reservation: WriteReservation, start: int) -> bool:

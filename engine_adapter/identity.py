@@ -27,6 +27,7 @@ import torch
 import transformers
 import xxhash
 
+from engine_adapter.quantised import Scheme
 from engine_adapter.refusal import Refused
 from engine_adapter.tensors import LAYOUT_NAME
 from engine_adapter.transformers_cache import ModelShape
@@ -38,18 +39,22 @@ SAMPLE_PIECES = 64
 SAMPLE_PIECE_BYTES = 4096
 NAMES_ONLY = ("_name_or_path", "_model_name_or_path", "transformers_version", "architectures")
 """Config entries that say where a model came from, not what it computes."""
+PACKING = "a scale a block, layer, kind and head"
+"""How 8-bit numbers are made."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class Choices:
     """`exact`: only what was computed in whole prefill chunks of `block_tokens` is shared, and only
-    between equal arithmetic. `variant`: names what the adapter cannot see (hooks, edits)."""
+    between equal arithmetic. `variant`: names what the adapter cannot see (hooks, edits).
+    `scheme`: keys and values are stored as 8-bit numbers."""
 
     block_tokens: int
     tenant_salt: str = ""
     variant: str = ""
     exact: bool = True
+    scheme: Scheme | None = None
 
 
 class _Entry(NamedTuple):
@@ -97,7 +102,8 @@ class ModelIdentity:
         return KVIdentity(
             model=f"{type(self._model).__name__} {config.model_type}",
             weights_digest=weights,
-            kv_dtype=str(shape.dtype).removeprefix("torch."),
+            kv_dtype=self._choices.scheme or str(shape.dtype).removeprefix("torch."),
+            quantization=PACKING if self._choices.scheme else "",
             layout=f"{LAYOUT_NAME} key={shape.key_size} value={shape.value_size}",
             block_tokens=self._choices.block_tokens,
             layers=len(shape.windows),

@@ -82,13 +82,12 @@ def quantised_target(
     names = axes.split(",")
     if set(names) != AXES or len(names) != len(AXES) or len(shape) != len(names):
         raise InvalidRequest(f"layout {axes!r} is not plain: only kv, block, token, head, dim are")
-    if dtype != "bfloat16" or scheme not in SCHEMES:
-        raise InvalidRequest(f"{dtype} cannot be kept as {scheme}: bfloat16 as {list(SCHEMES)} can")
     size = dict(zip(names, shape, strict=True))
     stride = dict(zip(names, strides_bytes, strict=True))
     tokens, dim = size["token"], size["dim"]
-    if stride["dim"] != ELEMENT_BYTES or tokens * dim % HEAD_BYTES:
-        raise InvalidRequest(f"layout {axes!r}: rows of {dim} numbers are not plain enough")
+    check_packable(dtype, scheme, tokens, dim)
+    if stride["dim"] != ELEMENT_BYTES:
+        raise InvalidRequest(f"layout {axes!r}: numbers of a row are not side by side")
     pieces = [
         kind * stride["kv"] + head * stride["head"]
         for kind in range(size["kv"])
@@ -106,6 +105,14 @@ def quantised_target(
         rank,
         owner,
     )
+
+
+def check_packable(dtype: str, scheme: str, tokens: int, dim: int) -> None:
+    """Raises InvalidRequest unless blocks of so many tokens and numbers a head can be packed."""
+    if dtype != "bfloat16" or scheme not in SCHEMES:
+        raise InvalidRequest(f"{dtype} cannot be kept as {scheme}: bfloat16 as {list(SCHEMES)} can")
+    if tokens * dim % HEAD_BYTES:
+        raise InvalidRequest(f"{tokens} tokens of {dim} numbers are no multiple of {HEAD_BYTES}")
 
 
 # ---------------------------------------------------------------------- the reference

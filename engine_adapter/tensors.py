@@ -2,7 +2,8 @@
 
 A slot holds [layer][keys, values][head][token][dim]: each layer is one contiguous stretch, so that
 one strided copy moves one layer's keys of many neighbouring blocks into an engine's buffer. Works
-on uint8 views; knows no dtype beyond its size.
+on uint8 views; knows no dtype beyond its size. With a `scheme` a slot holds packed pieces in the
+same order instead, which only a device's kernels write and read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from engine_adapter.quantised import ELEMENT_BYTES, Scheme, piece_bytes
 from kvstore.errors import InvalidRequest
 from kvstore.layout import BlockLayout
 from kvstore.types import ByteArray
@@ -27,6 +29,8 @@ class KVTensors:
     key_bytes: int
     value_bytes: int
     block_tokens: int
+    scheme: Scheme | None = None
+    """Keys and values are kept as 8-bit numbers."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "key_bytes", "value_bytes", "block_tokens"):
@@ -36,6 +40,8 @@ class KVTensors:
     @property
     def layer_bytes(self) -> int:
         """Keys and values of one layer of one block."""
+        if self.scheme is not None:
+            return 2 * self.heads * piece_bytes(self.block_tokens, self.key_bytes // ELEMENT_BYTES)
         return self.heads * self.block_tokens * (self.key_bytes + self.value_bytes)
 
     @cached_property

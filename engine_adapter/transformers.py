@@ -5,7 +5,8 @@
     model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=64)
     kv.detach(model)
 
-Primitives: `attach`, `detach`, `Attached` (reports, `flush`, `press`, `paused`), `Refused`.
+Primitives: `attach`, `detach`, `Attached` (reports, `flush`, `transfers`, `press`, `paused`),
+`Refused`.
 
 Generate is wrapped on the instance: the longest stored prefix of the prompt is restored into the
 cache that the call works on, the rest is computed, and full blocks are stored afterwards on a
@@ -37,6 +38,7 @@ import torch
 from engine_adapter.accelerator import Accelerator
 from engine_adapter.identity import Choices, ModelIdentity, rope_settings
 from engine_adapter.loader import LoadFailed, LoadThreads
+from engine_adapter.quantised import Scheme
 from engine_adapter.refusal import Refused
 from engine_adapter.saver import Saver
 from engine_adapter.statistics import AdapterStatistics, RequestReport, Tally
@@ -68,6 +70,7 @@ def attach(
     variant: str = "",
     deadline_seconds: float = DEADLINE_SECONDS_DEFAULT,
     accelerator: Accelerator | None = None,
+    kv_dtype: Scheme | None = None,
 ) -> Attached:
     """Serve the prompts of `model.generate` from kvstore, and store what it computes.
 
@@ -76,14 +79,17 @@ def attach(
     all that is stored. `tenant_salt`: only callers with the same salt share blocks. `variant`:
     names what the adapter cannot see and what changes KV (forward hooks, edits of a few weights).
     `deadline_seconds`: how long one prompt may wait for the store. `accelerator`: of a model on a
-    CUDA device; opened here unless given (needs cupy). A PeftModel is attached inside.
+    CUDA device; opened here unless given (needs cupy). `kv_dtype`: "int8" or "fp8_e4m3" stores half
+    the bytes; lossy, so only with `exact=False`; packed on the way out of a device, so only there
+    (docs/gpu.md). A PeftModel is attached inside.
     Raises Refused for models whose KV cannot be restored, naming what is in the way, ConfigError
     for a device that cannot be used."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(model, _MARK, None) is not None:
         raise Refused("attach: this model is attached already; detach it first")
-    choices = Choices(block_tokens, tenant_salt, variant, exact)
+    choices = Choices(block_tokens, tenant_salt, variant, exact, kv_dtype)
     shape = probe(model)
+    _check_packing(shape, choices, accelerator)
     opened = None
     if accelerator is None and shape.device.type == "cuda":
         accelerator = opened = Accelerator.open(shape.device)
@@ -144,6 +150,19 @@ def probe(model: Any) -> ModelShape:
     return ModelShape(windows, *shapes[0], devices.pop())
 
 
+def _check_packing(shape: ModelShape, choices: Choices, accelerator: Accelerator | None) -> None:
+    """Raises InvalidRequest for 8-bit KV where it cannot be, by name."""
+    scheme = choices.scheme
+    shape.tensors(choices.block_tokens, scheme)
+    if scheme is not None and choices.exact:
+        raise Refused(
+            f"attach: {scheme} is lossy, so that no hit can equal an uncached run bit by bit; "
+            "say exact=False as well"
+        )
+    if scheme is not None and accelerator is None and shape.device.type != "cuda":
+        raise Refused(f"attach: {scheme} is packed by a GPU; this model is on {shape.device}")
+
+
 def cache_name(model: Any) -> str:
     """What this model's forward calls its cache."""
     known = inspect.signature(model.forward).parameters
@@ -193,7 +212,7 @@ class Attached:
         self._saver = Saver(self._tally)
         self._tools = Tools(
             shape,
-            shape.tensors(choices.block_tokens),
+            shape.tensors(choices.block_tokens, choices.scheme),
             choices.block_tokens if choices.exact else 0,
             is_planned,
             deadline_seconds,
@@ -233,6 +252,12 @@ class Attached:
         """Whether all that was computed so far is stored or refused, waiting up to `timeout`
         seconds."""
         return self._saver.wait_idle(timeout)
+
+    def transfers(self) -> dict[str, object]:
+        """On a device, what the transfer engine did and measured: bytes by way, which mechanism
+        moves what, how much of the arena is pinned and why not more. Empty on the CPU."""
+        accelerator = self._tools.accelerator
+        return {} if accelerator is None else accelerator.transfers.describe()
 
     def press(self, device_bytes: int) -> None:
         """Ask the daemon's GPU tier for so much device memory back, in all; it comes within

@@ -20,8 +20,10 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from engine_adapter.loader import LayerBuffers
+from engine_adapter.quantised import Scheme, check_packable
 from engine_adapter.refusal import Refused
 from engine_adapter.tensors import KVTensors
+from kvstore.errors import InvalidRequest
 from kvstore.types import ByteArray
 
 GROW_FACTOR = 2
@@ -48,15 +50,21 @@ class ModelShape:
     dtype: torch.dtype
     device: torch.device = CPU
 
-    def tensors(self, block_tokens: int) -> KVTensors:
-        """The same in bytes."""
+    def tensors(self, block_tokens: int, scheme: Scheme | None = None) -> KVTensors:
+        """The same in bytes. Raises InvalidRequest for what cannot be kept by this `scheme`."""
         size = self.dtype.itemsize
+        if scheme is not None:
+            dtype = str(self.dtype).removeprefix("torch.")
+            check_packable(dtype, scheme, block_tokens, self.key_size)
+            if self.key_size != self.value_size:
+                raise InvalidRequest(f"{scheme}: keys and values of different sizes")
         return KVTensors(
             len(self.windows),
             self.heads,
             self.key_size * size,
             self.value_size * size,
             block_tokens,
+            scheme,
         )
 
     def shows(self, layer: KVLayer) -> bool:

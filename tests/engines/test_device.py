@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.lanes import Lanes
+from engine_adapter.quantised import SCHEMES, Scheme, packed, restored
 from kvstore.client.inplace import find_in_host
-from kvstore.errors import DeviceError
+from kvstore.errors import DeviceError, InvalidRequest
 from kvstore.testing.fake_device import FakeDevice
 from tests.conftest import DaemonProcess
 from tests.e2e.kit import eventually
 from tests.engines.kit import BLOCK, accelerator, gemma, llama, plain, prompt, run, settled, torch
 from tests.engines.test_faults import during_forward, stored_on_nvme
+from tests.unit.test_quantised import bodies
 
 Attach = Callable[..., Any]
 MakeDaemon = Callable[..., DaemonProcess]
@@ -30,8 +33,8 @@ MakeDaemon = Callable[..., DaemonProcess]
 class StandIn(accelerator.Accelerator):
     """Torch computes at once; so that it sees what its stream waited for, that runs first."""
 
-    def __init__(self, seed: int) -> None:
-        self.fake = FakeDevice(seed, mood="random")
+    def __init__(self, seed: int, scheme: Scheme = "int8") -> None:
+        self.fake = FakeDevice(seed, mood="random", kernels=bodies(scheme))
         lanes = Lanes(self.fake, now=time.monotonic, pause=lambda: self.fake.advance(50))
         super().__init__(DeviceTransfers(lanes, ThreadPoolExecutor(2)), torch.device("cpu"))
         self.compute = self.fake.make_compute_stream()
@@ -153,3 +156,52 @@ def test_a_device_that_refuses_is_a_miss_with_its_reason(
     assert "fell off the bus" in attached.last.miss_reason
     assert run(attached.model, ids).differs(expected) == 0
     assert attached.last.hit_tokens == 3 * BLOCK
+
+
+def pieces_of(model: Any, ids: Any) -> Any:
+    """Keys and values of the first five blocks after a call of generate, float32, by pieces."""
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, return_dict_in_generate=True
+    )
+    layers = output.past_key_values.layers
+    both = [each[0, :, : 5 * BLOCK].float() for one in layers for each in (one.keys, one.values)]
+    return torch.stack(both).reshape(len(both) * both[0].shape[0] * 5, -1).numpy()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_eight_bit_kv_is_half_the_bytes_and_another_namespace(
+    attach: Attach, scheme: Scheme
+) -> None:
+    device, model, ids = StandIn(1, scheme), llama(torch.bfloat16), prompt(5 * BLOCK + 3)
+    attached = attach(model, accelerator=device, exact=False)
+    run(model, ids, prefill_chunk_size=None)
+    settled(attached)
+    whole = attached.namespace()
+    attached.detach()
+    attached = attach(model, accelerator=device, exact=False, kv_dtype=scheme)
+    computed = pieces_of(model, ids)
+    assert attached.last.hit_tokens == 0
+    settled(attached)
+    assert 0.5 < attached.namespace().layout.layer_bytes / whole.layout.layer_bytes < 0.6
+    for _ in range(2):
+        assert np.array_equal(pieces_of(model, ids), restored(packed(computed, scheme), scheme))
+        assert attached.last.hit_tokens == 5 * BLOCK
+    ways: Any = attached.transfers()["bytes_by_way"]
+    assert ways["quantising"] == 15 * attached.namespace().layout.block_bytes
+    device.transfers.close()
+    assert device.fake.error == ""
+
+
+def test_eight_bit_kv_is_refused_by_name_where_it_cannot_be(
+    attach: Attach, device: StandIn
+) -> None:
+    model = llama(torch.bfloat16)
+    for settings, reason in (
+        ({"accelerator": device, "kv_dtype": "int8"}, "exact=False"),
+        ({"exact": False, "kv_dtype": "int8"}, "packed by a GPU"),
+        ({"accelerator": device, "exact": False, "kv_dtype": "int4"}, "cannot be kept as int4"),
+    ):
+        with pytest.raises(InvalidRequest, match=reason):
+            attach(model, **settings)
+    with pytest.raises(InvalidRequest, match="float32"):
+        attach(llama(), accelerator=device, exact=False, kv_dtype="int8")
