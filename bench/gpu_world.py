@@ -205,7 +205,9 @@ class RandomChoice(Choice):
 class World:
     """Everything one schedule needs. `now` is its clock."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, first_block: int = 0) -> None:
+        """Engine blocks are numbered from `first_block` on: no slot has such a number."""
+        self.first_block = first_block
         self.chance = random.Random(seed)
         self.now = 0.0
         self.baton = Baton()
@@ -217,7 +219,7 @@ class World:
         ranks = self.chance.choice((1, 1, 2))
         self.layout = BlockLayout(4, layers, layer_bytes, ranks)
         self.target = self._make_target(self.chance.randrange(ranks))
-        self.free = list(range(BLOCKS))
+        self.free = list(range(first_block, first_block + BLOCKS))
         self.colours = iter(range(1 + seed * 1000, 1 + (seed + 1) * 1000))
         self.wrong: list[str] = []
         lanes = Lanes(
@@ -236,12 +238,16 @@ class World:
         size, layers = self.layout.layer_bytes, self.layout.layers
         half = size // 2
         if self.chance.random() < 0.5:
-            base = self.device.allocate(BLOCKS * size * layers)
+            base = self._place_for(size * layers)
             planes = tuple((Plane(base + n * size, size * layers, size),) for n in range(layers))
         else:
-            bases = [self.device.allocate(BLOCKS * size) for _ in range(layers)]
-            planes = tuple((Plane(base, half, half, 2, BLOCKS * half),) for base in bases)
-        return PagedTarget(self.layout, planes, BLOCKS, rank)
+            halves = [(self._place_for(half), self._place_for(half)) for _ in range(layers)]
+            planes = tuple((Plane(a, half, half), Plane(b, half, half)) for a, b in halves)
+        return PagedTarget(self.layout, planes, self.first_block + BLOCKS, rank)
+
+    def _place_for(self, stride: int) -> int:
+        """Where block 0 would lie: before `first_block` there is no memory."""
+        return self.device.allocate(BLOCKS * stride) - self.first_block * stride
 
     def _new_arena(self) -> Slots:
         arena = Slots(self.layout, self.chance.choice((1, 2)))

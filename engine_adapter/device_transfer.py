@@ -66,6 +66,7 @@ class DeviceTransfers:
         self._running: dict[int, Transfer] = {}
         self._numbers = count(1)
         self._slabs: set[int] = set()
+        self._is_dropping = False
         self._is_closed = False
 
     @classmethod
@@ -90,17 +91,21 @@ class DeviceTransfers:
     def pin(self, regions: Sequence[ByteArray]) -> None:
         """Reach this arena directly, region by region, from a background thread.
 
-        A new daemon life brings a new arena: the old one is let go of when nothing runs."""
-        with self._lanes.lock:
-            self._reap()
-            if not self._running:
-                self._lanes.pins.close()
-            self._lanes.pins.add(regions)
+        A new daemon life brings a new arena: the old one is let go of once no transfer touches
+        it."""
+        self._lanes.pins.renew(regions)
         self._executor.submit(self._pin_all)
 
     def _pin_all(self) -> None:
+        self._drop_old()
         while not self._is_closed and self._lanes.pins.pin_next():
             pass
+
+    def _drop_old(self) -> None:
+        """Background thread: regions of earlier arenas, as far as no transfer touches them."""
+        self._is_dropping = False
+        if not self._is_closed:
+            self._lanes.pins.drop_old(self._is_touched)
 
     # ------------------------------------------------------------------ the daemon's GPU tier
 
@@ -215,6 +220,12 @@ class DeviceTransfers:
     def _reap(self) -> None:
         for transfer in list(self._running.values()):
             transfer.is_ended  # noqa: B018 - asks the device; those that have leave
+        if self._lanes.pins.has_old and not self._is_dropping and not self._is_closed:
+            self._is_dropping = True
+            self._executor.submit(self._drop_old)
+
+    def _is_touched(self, start: int, stop: int) -> bool:
+        return any(transfer.touches(start, stop) for transfer in list(self._running.values()))
 
     # ------------------------------------------------------------------ state and end
 

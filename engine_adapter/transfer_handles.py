@@ -36,6 +36,8 @@ class Transfer:
         self._held: Held = []
         self._is_ended = False
         self._is_end_known = True
+        self._slots: UIntArray = np.empty(0, np.uint64)
+        """Host address of each block, 0 while it is not known."""
         self.failure = ""
         self.on_ended: Callable[[], object] = lambda: None
         """Called once, when the last copy is known to have ended."""
@@ -56,6 +58,10 @@ class Transfer:
         with suppress(DeviceError):
             return self._is_end_known and self._lanes.device.is_done(self.end_event)
         return False
+
+    def touches(self, start: int, stop: int) -> bool:
+        """Whether a slot of it lies in these host addresses."""
+        return bool(((self._slots >= start) & (self._slots < stop)).any())
 
     def wait_ended(self, timeout_seconds: float) -> bool:
         until = self._lanes.now() + timeout_seconds
@@ -103,7 +109,7 @@ class DeviceLoad(Transfer):
         self._programs = programs = route.programs
         self._compute_stream = compute_stream
         blocks = len(plan.blocks)
-        self._slots: UIntArray = np.zeros(blocks, np.uint64)
+        self._slots = np.zeros(blocks, np.uint64)
         self._has_slot: BoolArray = np.zeros(blocks, np.bool_)
         self._is_pinned: BoolArray = np.zeros(blocks, np.bool_)
         self._is_sent: BoolArray = np.zeros((len(programs), blocks), np.bool_)

@@ -240,7 +240,7 @@ class FakeDevice:
             kinds = self._check_ends(destination, source, length)
             if kinds[1] == "pageable":  # staged before the call returns
                 source = self._snapshot(source, length)
-            self._streams.push(stream, steps=self._slices(destination, source, length))
+            self._streams.push(stream, steps=self._slices(destination, source, length, kinds))
             if kinds[0] == "pageable":
                 end = Mark(stream)
                 self._streams.push(stream, mark=end)
@@ -261,13 +261,13 @@ class FakeDevice:
             steps: list[Step] = []
             pieces = zip(destinations.tolist(), sources.tolist(), lengths.tolist(), strict=True)
             for destination, source, length in pieces:
-                self._check_ends(destination, source, length)
+                kinds = self._check_ends(destination, source, length)
                 is_early = order is Order.DURING_CALL or (
                     order is Order.ANY and self._chance.random() < 0.5
                 )
                 if is_early:
-                    source = self._snapshot(source, length)
-                steps += self._slices(destination, source, length)
+                    source, kinds = self._snapshot(source, length), (kinds[0], "pageable")
+                steps += self._slices(destination, source, length, kinds)
             self._chance.shuffle(steps)
             self._streams.push(stream, steps=iter(steps))
 
@@ -321,17 +321,23 @@ class FakeDevice:
     def _snapshot(self, source: int, length: int) -> int:
         return self._memory.keep(self.bytes_at(source, length).copy())
 
-    def _slices(self, destination: int, source: int, length: int) -> Iterator[Step]:
+    def _slices(
+        self, destination: int, source: int, length: int, kinds: tuple[str, str]
+    ) -> Iterator[Step]:
         cuts = sorted(self._chance.randrange(length + 1) for _ in range(SLICES_MAX - 1))
         parts = [(a, b) for a, b in pairwise([0, *cuts, length]) if b > a]
         self._chance.shuffle(parts)
         for start, stop in parts:
-            yield partial(self._copy_slice, destination + start, source + start, stop - start)
+            ends = destination + start, source + start
+            yield partial(self._copy_slice, *ends, stop - start, kinds)
 
-    def _copy_slice(self, destination: int, source: int, length: int) -> None:
-        for address in (destination, source):
-            if self._memory.is_freed(address):
-                self._fault(f"a copy touched freed memory at {address:#x}")
+    def _copy_slice(
+        self, destination: int, source: int, length: int, kinds: tuple[str, str]
+    ) -> None:
+        """`kinds`: what both ends were by the books at the call."""
+        for address, kind in zip((destination, source), kinds, strict=True):
+            if kind != "pageable" and not self._memory.is_known(address, length):
+                self._fault(f"a copy touched freed or unpinned memory at {address:#x}")
                 return
         self._streams.now_seconds += COPY_SECONDS / SLICES_MAX + length / COPY_BYTES_PER_SECOND
         ctypes.memmove(destination, source, length)

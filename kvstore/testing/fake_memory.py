@@ -1,7 +1,7 @@
 """The memory of a fake device: what is allocated, pinned, exported, and what was freed.
 
 Primitives of `FakeMemory`: `allocate`, `free`, `pin`, `unpin`, `export`, `open_export`,
-`close_export`, and the questions `kind`, `is_known`, `is_freed`.
+`close_export`, and the questions `kind`, `is_known`.
 
 Freed memory stays mapped, holding poison, for as long as the object lives: whoever touches it is
 found out, and this process does not crash. Raises DeviceError like a driver refuses.
@@ -157,10 +157,6 @@ class FakeMemory:
         return found.kind
 
     def is_known(self, address: int, length: int) -> bool:
-        """Whether a kernel may touch it."""
+        """Whether the device may touch it."""
         found = self._at(address)
         return found is not None and found.kind != "freed" and address + length <= found.stop
-
-    def is_freed(self, address: int) -> bool:
-        found = self._at(address)
-        return found is not None and found.kind == "freed"

@@ -81,7 +81,7 @@ def test_new_and_freed_memory_hold_poison_and_a_late_copy_is_found_out() -> None
     device.free(there)
     assert (device.bytes_at(there, LENGTH) == FREED).all()
     device.drain()
-    with pytest.raises(DeviceError, match="freed memory"):
+    with pytest.raises(DeviceError, match="freed or unpinned"):
         device.make_event()
 
 
@@ -143,6 +143,11 @@ def test_registrations_are_kept_like_a_driver_keeps_them() -> None:
     with pytest.raises(DeviceError, match="refused"):
         device.register(at + 2 * LENGTH, LENGTH)
     device.make_event()  # a refusal leaves no error behind
+    device.copy(there, at, LENGTH, stream)
+    device.unregister(at)
+    device.drain()
+    with pytest.raises(DeviceError, match="freed or unpinned"):
+        device.make_event()
 
 
 def test_exports_are_the_same_memory_until_closed() -> None:

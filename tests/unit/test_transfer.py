@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,37 +147,61 @@ def test_a_region_is_pinned_whole_or_not_at_all() -> None:
         device = FakeDevice(mood="eager")
         device.fail_registrations = {failing}
         pins, region = PinnedArena(device, 100), np.zeros(350, np.uint8)
-        pins.add([region])
+        pins.renew([region])
         assert pins.pin_next()
         assert pins.describe()["pinned_bytes"] == 0
         assert pins.failures
-        pins.add([np.zeros(50, np.uint8)])
+        pins.renew([np.zeros(50, np.uint8)])
         assert pins.pin_next()
         assert pins.describe()["pinned_bytes"] == 50
         device.register(region.ctypes.data, 350)  # nothing of it was left registered
 
 
-def test_memory_that_cannot_be_unpinned_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", [{1}, set()])
+def test_memory_that_cannot_be_unpinned_is_kept(
+    failing: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a roll-back, and at the end."""
     device = FakeDevice(mood="eager")
-    pins, region = PinnedArena(device), np.zeros(64, np.uint8)
-    pins.add([region])
-    pins.pin_next()
+    device.fail_registrations = failing
+    pins, region = PinnedArena(device, 40), np.zeros(64, np.uint8)
 
     def refuse(address: int) -> None:
         raise DeviceError("refused")
 
     monkeypatch.setattr(device, "unregister", refuse)
     monkeypatch.setattr(pinning, "_never_unmapped", kept := [])
+    pins.renew([region])
+    pins.pin_next()
     pins.close()
-    assert kept == [region]
+    assert [one is region for one in kept] == [True] * (1 if failing else 2)
+
+
+def test_a_region_that_grows_old_while_it_is_pinned_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, (old, new) = FakeDevice(mood="eager"), np.zeros((2, 64), np.uint8)
+    pins, register = PinnedArena(device), device.register
+
+    def meanwhile(address: int, length: int) -> None:
+        register(address, length)
+        pins.renew([new])
+        pins.drop_old(lambda start, stop: False)
+
+    monkeypatch.setattr(device, "register", meanwhile)
+    pins.renew([old])
+    pins.pin_next()
+    register(old.ctypes.data, 64)  # nobody has it any more
+    assert pins.pin_next()
+    assert pins.describe()["pinned_bytes"] == 64
 
 
 def test_a_region_can_come_again() -> None:
     device, region = FakeDevice(mood="eager"), np.zeros(64, np.uint8)
     pins = PinnedArena(device)
     for _ in range(20):
-        pins.add([region])
-        pins.add([region])
+        pins.renew([region])
+        pins.renew([region])
         assert pins.pin_next()
         assert not pins.pin_next()
         at = np.array([region.ctypes.data, region.ctypes.data + 60], np.uint64)
@@ -237,6 +264,80 @@ def test_a_device_that_failed_is_a_miss_and_never_an_end() -> None:
     assert load.confirm()
     assert not load.is_ended
     assert world.transfers.describe()["running"] == 1
+
+
+def test_an_old_arena_is_unpinned_once_no_transfer_touches_it() -> None:
+    world = world_of(4)
+    old = world.arena.regions
+    world.device.hold(world.streams[0])
+    plan = LoadPlan(world.target, source_of(world, 2), np.array([1, 2]))
+    load = world.transfers.start_load(plan, world.compute)
+    new = [np.zeros(64, np.uint8)]
+    world.transfers.pin(new)
+
+    def pinned(regions: list[ByteArray]) -> bool:
+        world.transfers.describe()
+        while world.baton.step(world.chance):
+            pass
+        at = np.array([region.ctypes.data for region in regions], np.uint64)
+        return bool(world.transfers._lanes.pins.is_pinned(at, np.ones(1, np.uint64)).all())
+
+    assert pinned(new)
+    assert pinned(old)
+    world.device.let_go(world.streams[0])
+    assert load.wait_ended(10.0)
+    assert not pinned(old)
+    assert pinned(new)
+    assert world.device.error == ""
+
+
+def test_buffers_live_until_the_last_copy_whoever_forgot_them() -> None:
+    class Tensors:
+        """What addresses point into."""
+
+    world, owner = world_of(3), Tensors()
+    alive = weakref.ref(owner)
+    target = replace(world.target, owner=owner)
+    world.device.hold(world.streams[0])
+    plan = LoadPlan(target, source_of(world, 2), np.array([1, 2]), 0, 0.5)
+    world.transfers.start_load(plan, world.compute).cancel()
+    del owner, target, plan
+    assert world.transfers.describe()["running"] == 1
+    assert alive() is not None
+    world.device.let_go(world.streams[0])
+    world.device.drain()
+    world.transfers.describe()
+    gc.collect()
+    assert alive() is None
+
+
+def test_layers_go_while_later_ones_are_still_read_from_the_disk() -> None:
+    worlds = map(World, itertools.count())
+    world = next(one for one in worlds if len(one.layout.parts) > 2)
+    while world.baton.step(world.chance):
+        pass
+    source = source_of(world, 3, missing=3)
+    plan = LoadPlan(world.target, source, np.array([4, 9, 2]), 0, 60.0)
+    load: Any = world.transfers.start_load(plan, world.compute)
+    moved: set[int] = set()
+    while load._gates[0] is None:
+        assert world.baton.step(world.chance)
+        ways = world.transfers._lanes.bytes_by_way
+        moved.add(ways["batch"] + ways["kernel"])
+    assert len(moved) > 2, "blocks did not leave one by one"
+    assert source.whole == 0
+    now = world.now
+    load.wait_layer(0)
+    assert world.now == now, "it waited for layers that it does not need"
+    found: list[Any] = []
+    blocks = plan.blocks.tolist()
+    world.device.enqueue(world.compute, lambda: found.extend(world.read(b, 0) for b in blocks))
+    world.device.drain()
+    for slot, row in zip(source.slots, found, strict=True):
+        assert np.array_equal(row, world.expected(world.arena.contents[slot], 0))
+    assert source.whole == 0
+    load.wait_layer(world.layout.layers - 1)
+    assert load.confirm() == ""
 
 
 def test_closing_waits_for_copies_and_unpins() -> None:
