@@ -73,9 +73,6 @@ class _Counting:
         self.pieces += len(pieces.lengths)
         return ()
 
-    def give_back(self, tables: Tables) -> None:
-        """There are none."""
-
 
 class _Silent(FakeDevice):
     """Takes events without a word: what a driver does with them is not planning."""

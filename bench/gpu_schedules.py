@@ -291,7 +291,7 @@ def _late_table() -> AbstractContextManager[Any]:
     real = KernelCopies.enqueue
 
     def enqueue(self: KernelCopies, *arguments: Any) -> Any:
-        self.give_back(real(self, *arguments))
+        self._tables.give_back(real(self, *arguments))
         return ()
 
     return mock.patch.object(KernelCopies, "enqueue", enqueue)

@@ -7,6 +7,18 @@ measures it.
 A load of blocks that lie in pinned host memory is enqueued before `start_load` returns. What has to
 come from below, or to go through a bounce buffer, is enqueued by a background thread as it arrives:
 disk, host copy and device copy overlap, layer by layer.
+
+The life of a load, in the order to read it:
+  transfer           what a caller says (targets, plans) and gets (handles), and the rules
+  here               ids checked; the target's route looked up or compiled; ordered behind the
+                     compute stream and behind earlier transfers of the same blocks (`_follow`)
+  transfer_handles   `DeviceLoad.advance`: what is readable is sent, program by program, each with
+                     an event that `wait_layer` has the compute stream wait for; then `is_ended`
+  transfer_plan      a route's programs times the blocks: addresses and lengths, neighbours joined
+  lanes              `enqueue`: by the mechanism that was measured to be faster, on the load stream
+  transfer_moves     the mechanisms, and the measuring
+  pinning            which addresses the device reaches; bounce buffers for the others
+A save is the same the other way round. `quantised` has the targets of 8-bit KV.
 """
 
 from __future__ import annotations
@@ -83,7 +95,7 @@ class DeviceTransfers:
         except DeviceError as error:
             raise ConfigError(f"{error}; the extra `gpu` brings cupy and NVRTC") from error
         try:
-            lanes.choice = calibrated(device, list(lanes.mechanisms.values()), pause)
+            lanes.choice = calibrated(device, list(lanes.mechanisms.values()), lanes.tables, pause)
         except DeviceError as error:
             _log.warning("copies were not measured, copy engines do them all: %s", error)
         return cls(lanes, ThreadPoolExecutor(LOAD_THREADS, "kvstore-transfer"))

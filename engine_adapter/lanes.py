@@ -2,7 +2,7 @@
 
 Primitives of `Lanes`:
   `enqueue`    pieces of pinned memory, by the mechanism that suits them
-  `bounced`    one lot through a pinned buffer, for memory that is not pinned
+  `bounce`     one lot between the device and a pinned buffer, for memory that is not pinned
   `Events`     a pool; an event is its taker's until given back
 `lock` guards everything here and every transfer's state; it is never held while waiting.
 """
@@ -30,8 +30,6 @@ from engine_adapter.transfer_plan import Pieces
 from kvstore.device import OVERLAP_BYTES_MAX, Device
 from kvstore.errors import DeviceError
 from kvstore.types import ByteArray
-
-Held = list[tuple[Mechanism, Tables]]
 
 
 class Events:
@@ -92,9 +90,14 @@ class Lanes:
         self.events.give_back(event)
 
     def enqueue(
-        self, pieces: Pieces, to_device: bool, stream: int, held: Held, only: Mechanism | None
+        self,
+        pieces: Pieces,
+        to_device: bool,
+        stream: int,
+        held: list[ByteArray],
+        only: Mechanism | None,
     ) -> None:
-        """By `only`, or by the fastest. What `held` gains is given back by `let_go`, after the
+        """By `only`, or by the fastest. What `held` gains is for `tables` to have back, after the
         copies."""
         is_lent = self.pins.is_lent(pieces.host) if to_device else None
         if is_lent is not None and is_lent.any():
@@ -104,25 +107,18 @@ class Lanes:
             # processors.
             short = there.total_bytes <= OVERLAP_BYTES_MAX * len(there.lengths)
             near = self.mechanisms[KernelCopies.name if short else BatchCopies.name]
-            self._enqueue(there, True, stream, held, only or near)
+            held += self._enqueue(there, True, stream, only or near)
             pieces = pieces.only(~is_lent)
         if len(pieces.lengths):
             fastest = self.mechanisms[self.choice.name_for(pieces, to_device)]
-            self._enqueue(pieces, to_device, stream, held, only or fastest)
+            held += self._enqueue(pieces, to_device, stream, only or fastest)
 
     def _enqueue(
-        self, pieces: Pieces, to_device: bool, stream: int, held: Held, mechanism: Mechanism
-    ) -> None:
+        self, pieces: Pieces, to_device: bool, stream: int, mechanism: Mechanism
+    ) -> Tables:
         tables = mechanism.enqueue(pieces, to_device, stream)
-        if tables:
-            held.append((mechanism, tables))
         self.bytes_by_way[mechanism.name] += pieces.total_bytes
-
-    def let_go(self, held: Held) -> None:
-        """The work that needed these has ended."""
-        for mechanism, tables in held:
-            mechanism.give_back(tables)
-        held.clear()
+        return tables
 
     # ------------------------------------------------------------------ memory that is not pinned
 
@@ -136,38 +132,26 @@ class Lanes:
                 return buffer
             self.pause()
 
-    def bounce_in(
+    def bounce(
         self,
         pieces: Pieces,
         buffer: ByteArray,
+        to_device: bool,
         stream: int,
-        held: Held,
-        only: Mechanism | None,
-    ) -> None:
-        """One lot to the device; `buffer` holds its bytes already and is reclaimed later."""
-        self.enqueue(_through(pieces, buffer), True, stream, held, only)
-        self._count_bounced(pieces)
-        event = self.events.take()
-        self.device.record(event, stream)
-        self._in_flight.append((event, buffer))
-
-    def bounce_out(
-        self,
-        pieces: Pieces,
-        buffer: ByteArray,
-        stream: int,
-        held: Held,
+        held: list[ByteArray],
         only: Mechanism | None,
     ) -> int:
-        """One lot into `buffer`; the event after which its bytes are there is the caller's."""
-        self.enqueue(_through(pieces, buffer), False, stream, held, only)
-        self._count_bounced(pieces)
+        """One lot between the device and `buffer`; the event after which it is through is the
+        caller's."""
+        self.enqueue(_through(pieces, buffer), to_device, stream, held, only)
+        self.bytes_by_way["bounced"] += pieces.total_bytes
         event = self.events.take()
         self.device.record(event, stream)
         return event
 
-    def _count_bounced(self, pieces: Pieces) -> None:
-        self.bytes_by_way["bounced"] += pieces.total_bytes
+    def reclaim_after(self, event: int, buffer: ByteArray) -> None:
+        """The buffer is free once the event is done, and so is the event."""
+        self._in_flight.append((event, buffer))
 
     def _reclaim(self) -> None:
         still: list[tuple[int, ByteArray]] = []

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from engine_adapter.lanes import Held, Lanes, fill, spill
+from engine_adapter.lanes import Lanes, fill, spill
 from engine_adapter.loader import CHANGED, DEADLINE, GRACE_SECONDS, LoadFailed
 from engine_adapter.transfer import LoadPlan, SavePlan
 from engine_adapter.transfer_moves import Route
@@ -33,7 +33,8 @@ class Transfer:
         self._lanes = lanes
         self._stream = stream
         self._until = lanes.now() + deadline_seconds
-        self._held: Held = []
+        self._held: list[ByteArray] = []
+        """Tables that enqueued work reads."""
         self._is_ended = False
         self._is_end_known = True
         self._slots: UIntArray = np.empty(0, np.uint64)
@@ -94,7 +95,7 @@ class Transfer:
                 self._is_end_known = False
 
     def _let_go(self) -> None:
-        self._lanes.let_go(self._held)
+        self._lanes.tables.give_back(self._held)
         self._lanes.events.give_back(self.end_event)
 
 
@@ -249,7 +250,8 @@ class DeviceLoad(Transfer):
                 if self.is_closed:
                     lanes.ring.give_back(buffer)
                     return
-                lanes.bounce_in(lot, buffer, self._stream, self._held, self._only)
+                event = lanes.bounce(lot, buffer, True, self._stream, self._held, self._only)
+                lanes.reclaim_after(event, buffer)
 
     def run(self) -> None:
         """For a background thread: until everything is enqueued, or will not be."""
@@ -330,7 +332,7 @@ class DeviceSave(Transfer):
                 lanes.ring.give_back(buffer)
                 self._close()
                 return
-            event = lanes.bounce_out(lot, buffer, self._stream, self._held, self._only)
+            event = lanes.bounce(lot, buffer, False, self._stream, self._held, self._only)
         while not lanes.device.is_done(event):
             lanes.pause()
         spill(lot, buffer)

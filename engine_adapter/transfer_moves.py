@@ -42,7 +42,7 @@ PROBE_BYTES = 32 << 20
 ROUNDS = 3
 
 Tables: TypeAlias = Sequence[ByteArray]
-"""Pinned memory that enqueued work still reads; given back after its event."""
+"""Pinned memory that enqueued work still reads: `PinnedTables` has it back after its event."""
 
 
 class Mechanism(Protocol):
@@ -52,9 +52,6 @@ class Mechanism(Protocol):
 
     def enqueue(self, pieces: Pieces, to_device: bool, stream: int) -> Tables:
         """Raises DeviceError."""
-
-    def give_back(self, tables: Tables) -> None:
-        """The work that read them has ended."""
 
 
 class BatchCopies:
@@ -71,9 +68,6 @@ class BatchCopies:
         order = Order.ANY if to_device else Order.STREAM
         self._device.copy_batch(*ends, pieces.lengths, order, stream)
         return ()
-
-    def give_back(self, tables: Tables) -> None:
-        """It has none."""
 
 
 class PinnedTables:
@@ -148,9 +142,6 @@ class KernelCopies:
         self._device.launch(self._kernel, blocks, KERNEL_THREADS, (*places, count), stream)
         return (table,)
 
-    def give_back(self, tables: Tables) -> None:
-        self._tables.give_back(tables)
-
 
 class QuantisingCopies:
     """Packs what is saved and restores what is loaded, for the target it was made for."""
@@ -176,9 +167,6 @@ class QuantisingCopies:
             blocks = min(count, KERNEL_BLOCKS)
             self._device.launch(kernel, blocks, KERNEL_THREADS, arguments, stream)
         return (table,)
-
-    def give_back(self, tables: Tables) -> None:
-        self._tables.give_back(tables)
 
 
 class Route:
@@ -260,7 +248,10 @@ def _nearest(known: Sequence[int], value: float) -> int:
 
 
 def calibrated(
-    device: Device, mechanisms: Sequence[Mechanism], pause: Callable[[], None]
+    device: Device,
+    mechanisms: Sequence[Mechanism],
+    tables: PinnedTables,
+    pause: Callable[[], None],
 ) -> Choice:
     """Measure every case on a stream of its own; about a second. Leaves nothing allocated.
 
@@ -270,15 +261,22 @@ def calibrated(
     stream = device.make_stream()
     events = [device.make_event(timed=True) for _ in range(2)]
     seconds: dict[Case, dict[str, float]] = {}
+
+    def timed(mechanism: Mechanism, pieces: Pieces, to_device: bool) -> float:
+        device.record(events[0], stream)
+        read = mechanism.enqueue(pieces, to_device, stream)
+        device.record(events[1], stream)
+        while not device.is_done(events[1]):
+            pause()
+        tables.give_back(read)
+        return device.seconds_between(*events)
+
     try:
         for to_device, length, count in product((True, False), LENGTHS, COUNTS):
             pieces = _probe(host.ctypes.data, there, length, count)
             seconds[to_device, length, count] = {
-                mechanism.name: min(
-                    _timed(device, mechanism, pieces, to_device, stream, events, pause)
-                    for _ in range(ROUNDS)
-                )
-                for mechanism in mechanisms
+                one.name: min(timed(one, pieces, to_device) for _ in range(ROUNDS))
+                for one in mechanisms
             }
     finally:
         for event in events:
@@ -295,21 +293,3 @@ def _probe(host: int, there: int, length: int, count: int) -> Pieces:
     at = (np.arange(count, dtype=np.uint64) * np.uint64(2) % np.uint64(places)) * np.uint64(length)
     lengths = np.full(count, length, np.uint64)
     return Pieces(np.uint64(host) + at, np.uint64(there) + at, lengths, count * length)
-
-
-def _timed(
-    device: Device,
-    mechanism: Mechanism,
-    pieces: Pieces,
-    to_device: bool,
-    stream: int,
-    events: Sequence[int],
-    pause: Callable[[], None],
-) -> float:
-    device.record(events[0], stream)
-    tables = mechanism.enqueue(pieces, to_device, stream)
-    device.record(events[1], stream)
-    while not device.is_done(events[1]):
-        pause()
-    mechanism.give_back(tables)
-    return device.seconds_between(*events)

@@ -361,7 +361,7 @@ def test_both_mechanisms_are_measured_and_the_faster_one_is_chosen(
     lanes = Lanes(device, now=itertools.count().__next__, pause=lambda: device.advance(500))
     cases = list(lanes.mechanisms.values())
     before = device.memory()
-    choice = calibrated(device, cases, lanes.pause)
+    choice = calibrated(device, cases, lanes.tables, lanes.pause)
     assert device.memory() == before
     pieces = Pieces(*(np.full(64, 4096, np.uint64) for _ in range(3)), 64 * 4096)
     assert set(choice.seconds) == set(itertools.product((True, False), (4096, 65536), (4, 16)))
