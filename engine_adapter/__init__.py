@@ -6,7 +6,7 @@
 
 vLLM's connector, without vLLM (`vllm` itself only hands on):
   `vllm_scheduler`, `vllm_lookup`, `vllm_requests`   what to load and save, and when to say no
-  `vllm_worker`, `vllm_load`, `vllm_save`            blocks between the engine and the store
+  `vllm_worker`, `vllm_mover`, `vllm_host`           blocks between the engine and the store
   `vllm_blocks`, `vllm_orders`                       where blocks lie; what the halves say
   `vllm_identity`, `vllm_settings`, `vllm_speed`, `vllm_statistics`
 

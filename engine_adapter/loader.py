@@ -192,10 +192,10 @@ class PrefixLoad:
                 np.copyto(buffers.values[at, :, start:stop], values[:, : stop - start])
 
 
-def _report_bug(future: Future[None]) -> None:
-    """The request became a miss; the fault must not stay unseen."""
+def report_bug(future: Future[None]) -> None:
+    """What the task was for became a miss; the fault must not stay unseen."""
     if not future.cancelled() and (error := future.exception()) is not None:
-        _log.error("load thread failed", exc_info=error)
+        _log.error("a background task failed", exc_info=error)
 
 
 class Runnable(Protocol):
@@ -212,7 +212,7 @@ class LoadThreads:
 
     def start(self, load: Runnable) -> None:
         """Run it; a load that finds all threads busy for its whole deadline has failed."""
-        self._pool.submit(load.run).add_done_callback(_report_bug)
+        self._pool.submit(load.run).add_done_callback(report_bug)
 
     def close(self) -> None:
         """Running loads end within their deadlines."""

@@ -262,7 +262,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker.register(kv_caches, self._kv_cache_config.num_blocks)
+        cache = self._kv_cache_config
+        self.worker.register(kv_caches, cache.num_blocks, cache.kv_cache_layout or "LBHNC")
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

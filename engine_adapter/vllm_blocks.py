@@ -29,11 +29,6 @@ def pages_of(name: str, tensor: Any, blocks: int, block_bytes: int) -> ByteArray
     Raises Refused for tensors that do not lie like this."""
     import torch
 
-    if tensor.device.type != "cpu":
-        raise Refused(
-            f"{name}: KV lies on {tensor.device}; this connector moves KV in host memory only "
-            "(vLLM's CPU platform)"
-        )
     if not tensor.is_contiguous() or tensor.shape[0] % blocks:
         raise Refused(
             f"{name}: KV of shape {list(tensor.shape)} and strides {list(tensor.stride())} is not "
@@ -68,23 +63,16 @@ class LanePages:
     def __init__(self, lane: Lane, pages: Sequence[ByteArray]) -> None:
         self.lane = lane
         self._pages = tuple(pages)
-        self.layer_of = {name: layer for layer, name in enumerate(lane.layer_names)}
 
     @classmethod
     def of(cls, lane: Lane, caches: Mapping[str, Any], blocks: int) -> LanePages:
         """Over the tensors that the engine registered. Raises Refused."""
         found = []
         for name in lane.layer_names:
-            if name not in caches:
-                raise Refused(f"{name}: the engine registered no KV for this layer")
             pages = pages_of(name, caches[name], blocks, lane.layout.layer_bytes)
             prove(name, caches[name], pages)
             found.append(pages)
         return cls(lane, found)
-
-    @property
-    def layers(self) -> int:
-        return len(self._pages)
 
     def scatter(self, slots: ByteArray, block_ids: Sequence[int], layers: range) -> None:
         """Slots, uint8 [n, at least block_bytes], into n engine blocks; only these layers."""

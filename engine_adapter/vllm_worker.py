@@ -13,14 +13,13 @@ daemon on the engine's thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine_adapter.vllm_blocks import LanePages
-from engine_adapter.vllm_load import LoadPart, LoadTask, LoadThread
-from engine_adapter.vllm_orders import Lane, LoadOrder, StepOrders, WorkerReport
-from engine_adapter.vllm_save import Saver
+from engine_adapter.refusal import Refused
+from engine_adapter.vllm_host import host_mover
+from engine_adapter.vllm_mover import LoadTask, Mover, Side
+from engine_adapter.vllm_orders import Lane, StepOrders, WorkerReport
 from engine_adapter.vllm_scheduler import NOTHING, open_lane
 from engine_adapter.vllm_settings import Settings
 from engine_adapter.vllm_statistics import Counts
@@ -30,39 +29,50 @@ IDLE_WAIT_SECONDS = 0.0005
 """An engine with nothing to compute asks again and again whether a load is done: it leaves the
 processor to the copy for so long."""
 CLOSE_SECONDS = 2.0
+MOVERS: Mapping[str, Callable[[Side, Mapping[str, Any], int, str], Mover]] = {"cpu": host_mover}
+"""By the kind of device that the engine's KV lies on."""
 
 
 class WorkerSide:
     """One rank's. The engine's thread only."""
 
+    _mover: Mover
+    """From `register` on."""
+
     def __init__(
         self, client: KVClient, lanes: Sequence[Lane], rank: int, settings: Settings
     ) -> None:
         self._client = client
-        self._lanes = tuple(lanes)
-        self._rank = rank
-        self._settings = settings
-        self._handles = [open_lane(client, lane) for lane in lanes]
-        self._pages: dict[int, LanePages] = {}
         self.counts = Counts()
-        self._loader = LoadThread()
-        self._saver = Saver(settings.staging_bytes, self.counts)
+        handles = tuple(open_lane(client, lane) for lane in lanes)
+        self.side = Side(tuple(lanes), handles, rank, settings, self.counts)
         self._orders = NOTHING
-        self._waiting: list[LoadOrder] = []
+        self._waiting: list[LoadTask] = []
         self._layerwise: list[LoadTask] = []
         self._running = 0
         """Loads beside the forward pass that were not reported yet."""
-        self._ended: SimpleQueue[LoadTask] = SimpleQueue()
         self._had_forward = False
         self._bad_block_ids: set[int] = set()
         self._failed: set[str] = set()
         self._report: WorkerReport | None = None
 
-    def register(self, caches: Mapping[str, Any], blocks: int) -> None:
-        """The engine's KV tensors, by layer name. Raises Refused for what cannot be addressed."""
-        for index, lane in enumerate(self._lanes):
-            if lane.is_loaded_by(self._rank):
-                self._pages[index] = LanePages.of(lane, caches, blocks)
+    def register(self, caches: Mapping[str, Any], blocks: int, layout: str) -> None:
+        """The engine's KV tensors by layer name, and how vLLM says that they lie. Raises Refused
+        for what cannot be addressed."""
+        missing = [name for name in self.side.layer_of if name not in caches]
+        if missing:
+            raise Refused(f"{missing[0]}: the engine registered no KV for this layer")
+        kinds = {caches[name].device.type for name in self.side.layer_of}
+        if len(kinds) != 1 or not kinds <= set(MOVERS):
+            raise Refused(
+                f"KV lies on {', '.join(sorted(kinds))}; this connector moves KV that lies on one "
+                f"kind of {', '.join(MOVERS)}"
+            )
+        self.use(MOVERS[kinds.pop()](self.side, caches, blocks, layout))
+
+    def use(self, mover: Mover) -> None:
+        """Move blocks by it."""
+        self._mover = mover
 
     # ------------------------------------------------------------------ a step
 
@@ -71,24 +81,18 @@ class WorkerSide:
         self._had_forward = False
         self._report = None
         if orders.loads:
-            self._waiting += orders.loads
+            self._waiting += map(self._mover.loader.make, orders.loads)
         if orders.fence:
-            self._saver.raise_fence(orders.fence)
+            self._mover.saver.raise_fence(orders.fence)
 
     def start_loads(self) -> None:
-        """Hand this step's loads to the load thread."""
-        for order in self._waiting:
-            parts = [
-                LoadPart(self._pages[blocks.lane], self._handles[blocks.lane], blocks)
-                for blocks in order.blocks
-                if blocks.lane in self._pages
-            ]
-            task = LoadTask(order, parts, self._ended)
-            if order.is_layerwise:
+        """Begin this step's loads."""
+        for task in self._waiting:
+            if task.order.is_layerwise:
                 self._layerwise.append(task)
             else:
                 self._running += 1
-            self._loader.start(task)
+            task.start()
         self._waiting.clear()
 
     def wait_for_layer(self, name: str) -> None:
@@ -97,15 +101,17 @@ class WorkerSide:
         self._had_forward = True
         if self._waiting:
             self.start_loads()
-        for task in self._layerwise:
-            task.wait(name, self._settings.load_seconds)
+        if self._layerwise:
+            layer = self.side.layer_of[name]
+            for task in self._layerwise:
+                task.wait(layer, self.side.settings.load_seconds)
 
     def end_forward(self) -> None:
         """Nothing computed from blocks that did not come may be stored."""
         is_lost = False
         if self._layerwise:
             for task in self._layerwise:
-                task.wait_all()
+                task.end()
                 is_lost |= bool(task.bad_block_ids)
                 self._take(task)
             self._layerwise.clear()
@@ -115,9 +121,8 @@ class WorkerSide:
             self._reported().saves_lost = True
             return
         for order in self._orders.saves:
-            index = order.lane
-            if index in self._pages and self._lanes[index].rank == self._rank:
-                self._saver.take(order, self._pages[index], self._handles[index])
+            if self.side.lanes[order.lane].rank == self.side.rank:
+                self._mover.saver.take(order)
 
     def _take(self, task: LoadTask) -> None:
         """A load ended."""
@@ -144,18 +149,13 @@ class WorkerSide:
 
     def received(self) -> set[str]:
         """Requests whose load ended since the last step, well or not."""
-        received: set[str] = set()
-        wait = not self._had_forward
-        while self._running:
-            try:
-                task = self._ended.get(wait, IDLE_WAIT_SECONDS)
-            except Empty:
-                break
-            self._running -= 1
+        if not self._running:
+            return set()
+        ended = self._mover.loader.ended(0 if self._had_forward else IDLE_WAIT_SECONDS)
+        self._running -= len(ended)
+        for task in ended:
             self._take(task)
-            received.add(task.order.request)
-            wait = False
-        return received
+        return {task.order.request for task in ended}
 
     def failed(self) -> set[str]:
         """Those of `received` that did not come whole."""
@@ -169,19 +169,21 @@ class WorkerSide:
 
     def report(self) -> WorkerReport | None:
         """None in most steps."""
-        stored = self._saver.results()
+        saver = self._mover.saver
+        stored = saver.results()
         if stored:
             self._reported().stored = stored
         if self._orders.fence:
-            self._reported().fence = self._saver.drained_fence
+            self._reported().fence = saver.drained_fence
         return self._report
 
     def wait_idle(self, seconds: float) -> bool:
         """Whether everything that was to be saved was stored or refused, within `seconds`."""
-        return self._saver.wait_idle(seconds)
+        return self._mover.saver.wait_idle(seconds)
 
     def close(self) -> None:
         """Waits for copies that touch the engine's memory, then leaves the daemon."""
-        self._loader.close()
-        self._saver.close(CLOSE_SECONDS)
+        if hasattr(self, "_mover"):
+            self._mover.loader.close()
+            self._mover.saver.close(CLOSE_SECONDS)
         self._client.close()

@@ -19,6 +19,7 @@ import numpy as np
 
 from bench.workload import Painter
 from engine_adapter.vllm_blocks import LanePages
+from engine_adapter.vllm_host import pages_mover
 from engine_adapter.vllm_orders import Lane, StepOrders
 from engine_adapter.vllm_scheduler import SchedulerSide
 from engine_adapter.vllm_settings import Settings
@@ -108,8 +109,9 @@ class FakeEngine:
             at: [np.zeros((ENGINE_BLOCKS, one.layout.layer_bytes), np.uint8) for _ in range(LAYERS)]
             for at, one in enumerate(self.lanes)
         }
-        for at, one in enumerate(self.lanes):
-            self.worker._pages[at] = LanePages(one, self.memory[at])
+        mine = self.worker.side.mine.items()
+        pages = {at: LanePages(one, self.memory[at]) for at, one in mine}
+        self.worker.use(pages_mover(self.worker.side, pages))
         self.next_block = 1
 
     def __enter__(self) -> FakeEngine:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.refusal import Refused
+from engine_adapter.vllm_host import Ring
 from engine_adapter.vllm_identity import (
     EngineFacts,
     GroupFacts,
@@ -26,7 +27,6 @@ from engine_adapter.vllm_identity import (
     weights_digest_of,
 )
 from engine_adapter.vllm_orders import BlockOrder, WorkerReport
-from engine_adapter.vllm_save import Ring
 from engine_adapter.vllm_settings import settings_from
 from engine_adapter.vllm_speed import Speeds
 from engine_adapter.vllm_statistics import Counts, added

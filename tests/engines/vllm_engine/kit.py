@@ -42,29 +42,29 @@ class Digests:
     """Records bytes of blocks by name when they are copied aside, and after they were loaded."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        from engine_adapter.vllm_load import LoadTask
-        from engine_adapter.vllm_save import Saver
+        from engine_adapter.vllm_host import HostLoad, HostSaver
 
         self.saved: dict[bytes, bytes] = {}
         self.loaded: dict[bytes, bytes] = {}
         self.wrong: list[bytes] = []
-        take, run = Saver.take, LoadTask._run
+        take, run = HostSaver.take, HostLoad._run
 
-        def recording_take(saver: Any, order: Any, pages: Any, handle: Any) -> None:
-            self.saved.update(digests_of(pages, order))
-            take(saver, order, pages, handle)
+        def recording_take(saver: Any, order: Any) -> None:
+            self.saved.update(digests_of(saver._pages[order.lane], order))
+            take(saver, order)
 
         def recording_run(task: Any) -> None:
             run(task)
-            for part in task._parts:
-                for name, digest in digests_of(part.pages, part.order).items():
+            for part in task.parts:
+                pages = task._pages[part.order.lane]
+                for name, digest in digests_of(pages, part.order).items():
                     if name not in task.bad_names:
                         self.loaded[name] = digest
                         if self.saved.get(name, digest) != digest:
                             self.wrong.append(name)
 
-        patch.setattr(Saver, "take", recording_take)
-        patch.setattr(LoadTask, "_run", recording_run)
+        patch.setattr(HostSaver, "take", recording_take)
+        patch.setattr(HostLoad, "_run", recording_run)
 
 
 def digests_of(pages: Any, order: Any) -> dict[bytes, bytes]:

@@ -71,17 +71,17 @@ def test_longer_prompts_find_what_shorter_ones_left(engine: Engine) -> None:
 
 
 def test_a_load_that_fails_is_computed_from_the_start(engine: Engine) -> None:
-    from engine_adapter.vllm_load import LoadTask
+    from engine_adapter.vllm_host import HostLoad
 
     tokens = prompt(78, 300)
     cold = engine.store(tokens)
 
     def failing(run: Any, task: Any) -> None:
         run(task)
-        task._bad(task._parts[-1], 0)
+        task._bad(task.parts[-1], 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patched(patch, LoadTask, "_run", failing)
+        patched(patch, HostLoad, "_run", failing)
         answer = engine.one(tokens)
     assert answer.same(cold)
     engine.drain()
