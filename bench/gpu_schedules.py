@@ -280,9 +280,9 @@ def _holds_ours(world: World, arena: Any, slot: int, content: int) -> bool:
 def _without_hand_over(is_load: bool) -> AbstractContextManager[Any]:
     real = Lanes.hand_over
 
-    def hand_over(self: Lanes, compute_stream: int, stream: int) -> None:
+    def hand_over(self: Lanes, compute_stream: int, stream: int, mark: int | None) -> None:
         if (stream == self.load_stream) is not is_load:
-            real(self, compute_stream, stream)
+            real(self, compute_stream, stream, mark)
 
     return mock.patch.object(Lanes, "hand_over", hand_over)
 
@@ -318,9 +318,9 @@ def _early_verdict() -> AbstractContextManager[Any]:
 def _no_following() -> AbstractContextManager[Any]:
     from engine_adapter.device_transfer import DeviceTransfers
 
-    def follow(self: Any, known: Any, blocks: Any, compute_stream: int, stream: int) -> None:
+    def follow(self: Any, known: Any, blocks: Any, *streams: Any) -> None:
         self._reap()
-        self._lanes.hand_over(compute_stream, stream)
+        self._lanes.hand_over(*streams)
 
     return mock.patch.object(DeviceTransfers, "_follow", follow)
 

@@ -205,6 +205,8 @@ class RandomChoice(Choice):
 class World:
     """Everything one schedule needs. `now` is its clock."""
 
+    ranks = (1, 1, 2)
+
     def __init__(self, seed: int, first_block: int = 0) -> None:
         """Engine blocks are numbered from `first_block` on: no slot has such a number."""
         self.first_block = first_block
@@ -216,7 +218,7 @@ class World:
         self.device = FakeDevice(seed, mood=mood)  # type: ignore[arg-type]
         self.compute = self.device.make_compute_stream(is_blocking=self.chance.random() < 0.5)
         layers, layer_bytes = self.chance.choice(((3, 96), (2, 4096), (3, 4096), (4, 40)))
-        ranks = self.chance.choice((1, 1, 2))
+        ranks = self.chance.choice(self.ranks)
         self.layout = BlockLayout(4, layers, layer_bytes, ranks)
         self.target = self._make_target(self.chance.randrange(ranks))
         self.free = list(range(first_block, first_block + BLOCKS))

@@ -25,7 +25,7 @@ from engine_adapter.saver import SaveJob
 from engine_adapter.tensors import KVTensors
 from engine_adapter.transfer import LoadHandle, LoadPlan, PagedTarget, Plane, SavePlan, Target
 from kvstore.client import NamespaceHandle, WriteReservation
-from kvstore.client.inplace import arena_regions, let_in
+from kvstore.client.inplace import let_in
 from kvstore.errors import DeviceError, KVStoreError
 
 STUCK_SECONDS = 60.0
@@ -41,7 +41,6 @@ class Accelerator:
     def __init__(self, transfers: DeviceTransfers, device: torch.device) -> None:
         self.transfers = transfers
         self.device = device
-        self._boot_id = 0
 
     @classmethod
     def open(cls, device: torch.device) -> Accelerator:
@@ -54,10 +53,7 @@ class Accelerator:
 
     def attend(self, handle: NamespaceHandle) -> None:
         """A new daemon life brings a new arena to pin."""
-        boot_id, regions = arena_regions(handle)
-        if boot_id and boot_id != self._boot_id:
-            self._boot_id = boot_id
-            self.transfers.pin(regions)
+        self.transfers.attend(handle)
 
     # ------------------------------------------------------------------ what torch does there
 

@@ -1,6 +1,6 @@
 """The transfer engine of a GPU: `TransferEngine` over a `kvstore.device.Device`.
 
-Primitives of `DeviceTransfers`: the verbs of `TransferEngine`, `pin` for a new arena,
+Primitives of `DeviceTransfers`: the verbs of `TransferEngine`, `attend` and `pin` for a new arena,
 `open_slab` and `close_slab` for the daemon's GPU tier, and `open`, which finds the device and
 measures it.
 
@@ -48,7 +48,8 @@ from engine_adapter.transfer import (
 from engine_adapter.transfer_handles import DeviceLoad, DeviceSave, Nothing, Transfer
 from engine_adapter.transfer_moves import QuantisingCopies, Route, calibrated
 from engine_adapter.transfer_plan import compiled
-from kvstore.client.inplace import granted_addresses
+from kvstore.client import NamespaceHandle
+from kvstore.client.inplace import arena_regions, granted_addresses
 from kvstore.device import open_device
 from kvstore.errors import ConfigError, DeviceError, InvalidRequest, KVStoreError, Overloaded
 from kvstore.types import ByteArray, IntArray
@@ -79,6 +80,7 @@ class DeviceTransfers:
         self._numbers = count(1)
         self._slabs: set[int] = set()
         self._is_dropping = False
+        self._boot_id = 0
         self._is_closed = False
 
     @classmethod
@@ -99,6 +101,13 @@ class DeviceTransfers:
         except DeviceError as error:
             _log.warning("copies were not measured, copy engines do them all: %s", error)
         return cls(lanes, ThreadPoolExecutor(LOAD_THREADS, "kvstore-transfer"))
+
+    def attend(self, handle: NamespaceHandle) -> None:
+        """A new daemon life brings a new arena: reach it directly."""
+        boot_id, regions = arena_regions(handle)
+        if boot_id and boot_id != self._boot_id:
+            self._boot_id = boot_id
+            self.pin(regions)
 
     def pin(self, regions: Sequence[ByteArray]) -> None:
         """Reach this arena directly, region by region, from a background thread.
@@ -159,14 +168,16 @@ class DeviceTransfers:
 
     # ------------------------------------------------------------------ verbs
 
-    def start_load(self, plan: LoadPlan, compute_stream: int) -> LoadHandle:
+    def start_load(
+        self, plan: LoadPlan, compute_stream: int, mark: int | None = None
+    ) -> LoadHandle:
         """See `TransferEngine`."""
         known = self._checked(plan.target, plan.blocks)
         if not len(plan.blocks):
             return Nothing()
         lanes = self._lanes
         with lanes.lock:
-            self._follow(known, plan.blocks, compute_stream, lanes.load_stream)
+            self._follow(known, plan.blocks, compute_stream, lanes.load_stream, mark)
             load = DeviceLoad(lanes, plan, known.route, compute_stream)
             self._enlist(load, known, plan.blocks)
         try:
@@ -176,7 +187,9 @@ class DeviceTransfers:
             load.fail(f"{type(error).__name__}: {error}")
         return load
 
-    def start_save(self, plan: SavePlan, compute_stream: int) -> SaveHandle:
+    def start_save(
+        self, plan: SavePlan, compute_stream: int, mark: int | None = None
+    ) -> SaveHandle:
         """See `TransferEngine`."""
         known = self._checked(plan.target, plan.blocks)
         if not len(plan.blocks):
@@ -184,7 +197,7 @@ class DeviceTransfers:
         slots = granted_addresses(plan.reservation, plan.at)
         lanes = self._lanes
         with lanes.lock:
-            self._follow(known, plan.blocks, compute_stream, lanes.save_stream)
+            self._follow(known, plan.blocks, compute_stream, lanes.save_stream, mark)
             save = DeviceSave(lanes, plan, known.route, slots)
             self._enlist(save, known, plan.blocks)
         try:
@@ -193,6 +206,16 @@ class DeviceTransfers:
         except (KVStoreError, RuntimeError) as error:
             save.fail(f"{type(error).__name__}: {error}")
         return save
+
+    def mark(self, compute_stream: int) -> int:
+        """See `TransferEngine`."""
+        with self._lanes.lock:
+            return self._lanes.mark(compute_stream)
+
+    def forget(self, mark: int) -> None:
+        """See `TransferEngine`."""
+        with self._lanes.lock:
+            self._lanes.events.give_back(mark)
 
     def _checked(self, target: Target, blocks: IntArray) -> _Known:
         if self._is_closed:
@@ -210,8 +233,11 @@ class DeviceTransfers:
             weakref.finalize(target, self._targets.pop, id(target), None)
         return known
 
-    def _follow(self, known: _Known, blocks: IntArray, compute_stream: int, stream: int) -> None:
-        """After the compute stream's work up to here, and after transfers of the same blocks."""
+    def _follow(
+        self, known: _Known, blocks: IntArray, compute_stream: int, stream: int, mark: int | None
+    ) -> None:
+        """After the compute stream's work up to here, or to the mark, and after transfers of the
+        same blocks."""
         self._reap()
         for number in sorted(set(known.last[blocks].tolist())):
             other = self._running.get(number)
@@ -220,7 +246,7 @@ class DeviceTransfers:
             if not other.is_closed:
                 raise Overloaded("an earlier transfer of these blocks is not enqueued as a whole")
             self._lanes.device.wait(stream, other.end_event)
-        self._lanes.hand_over(compute_stream, stream)
+        self._lanes.hand_over(compute_stream, stream, mark)
 
     def _enlist(self, transfer: Transfer, known: _Known, blocks: IntArray) -> None:
         number = next(self._numbers)

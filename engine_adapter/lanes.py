@@ -81,13 +81,20 @@ class Lanes:
         self._in_flight: list[tuple[int, ByteArray]] = []
         """Bounce buffers and the events after which they are free."""
 
-    def hand_over(self, compute_stream: int, stream: int) -> None:
-        """Later work of `stream` waits for what is enqueued on the compute stream by now."""
+    def mark(self, stream: int) -> int:
+        """An event: what is enqueued on the stream by now."""
         event = self.events.take()
-        self.device.record(event, compute_stream)
+        self.device.record(event, stream)
+        return event
+
+    def hand_over(self, compute_stream: int, stream: int, mark: int | None) -> None:
+        """Later work of `stream` waits for what is enqueued on the compute stream by now, or was
+        when it was marked."""
+        event = self.mark(compute_stream) if mark is None else mark
         self.device.wait(stream, event)
         # The wait is bound to this recording already: others may record the event anew.
-        self.events.give_back(event)
+        if mark is None:
+            self.events.give_back(event)
 
     def enqueue(
         self,

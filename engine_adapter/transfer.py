@@ -8,7 +8,8 @@ Primitives:
 
 Rules that every engine keeps:
   * a load begins after all work that was enqueued on the compute stream before `start_load`;
-    a save reads after all work that was enqueued on it before `start_save`;
+    a save reads after all work that was enqueued on it before `start_save`; with a `mark`, before
+    the mark was taken;
   * until `is_ended` the blocks and slots of a transfer belong to it, also after `cancel`, a
     deadline, or the daemon's death: re-use neither before;
   * two transfers that touch the same engine block run in the order of their calls, or the second
@@ -171,6 +172,10 @@ class LoadHandle(Protocol):
         """`is_ended`, waiting for it up to `timeout_seconds`."""
 
     @property
+    def is_lost(self) -> bool:
+        """The device failed: nobody will ever know whether it ended."""
+
+    @property
     def whole(self) -> int:
         """Leading blocks of the plan whose bytes could be read by now."""
 
@@ -185,6 +190,10 @@ class SaveHandle(Protocol):
 
     def wait_ended(self, timeout_seconds: float) -> bool:
         """`is_ended`, waiting for it up to `timeout_seconds`."""
+
+    @property
+    def is_lost(self) -> bool:
+        """The device failed: nobody will ever know whether it ended."""
 
     @property
     def failure(self) -> str:
@@ -202,11 +211,24 @@ class TransferEngine(Protocol):
     every verb raise DeviceError.
     """
 
-    def start_load(self, plan: LoadPlan, compute_stream: int) -> LoadHandle:
-        """Returns at once; raises InvalidRequest for ids that are not the target's, Overloaded."""
+    def start_load(
+        self, plan: LoadPlan, compute_stream: int, mark: int | None = None
+    ) -> LoadHandle:
+        """Returns at once; raises InvalidRequest for ids that are not the target's, Overloaded.
 
-    def start_save(self, plan: SavePlan, compute_stream: int) -> SaveHandle:
+        With `mark` the hand-over is where that was taken, not now."""
+
+    def start_save(
+        self, plan: SavePlan, compute_stream: int, mark: int | None = None
+    ) -> SaveHandle:
         """Returns at once; raises like `start_load`, and what `WriteReservation.view` raises."""
+
+    def mark(self, compute_stream: int) -> int:
+        """All work that is enqueued on the compute stream by now, for transfers that start later.
+        From here on their blocks belong to them. End it with one `forget`, once they started."""
+
+    def forget(self, mark: int) -> None:
+        """Nothing more starts from it."""
 
     def describe(self) -> dict[str, object]:
         """Numbers for people: mechanisms, bytes by way, what is pinned and what is not and why."""

@@ -54,11 +54,21 @@ class Transfer:
                 self.on_ended()
             return self._is_ended
 
+    @property
+    def is_lost(self) -> bool:
+        return self.is_closed and not self._is_end_known
+
     def _end_has_passed(self) -> bool:
         """An event that could not be recorded looks like a passed one: it says nothing."""
-        with suppress(DeviceError):
+        try:
             return self._is_end_known and self._lanes.device.is_done(self.end_event)
-        return False
+        except DeviceError as error:
+            self._lose(error)
+            return False
+
+    def _lose(self, error: DeviceError) -> None:
+        self.failure = self.failure or str(error)
+        self._is_end_known = False
 
     def touches(self, start: int, stop: int) -> bool:
         """Whether a slot of it lies in these host addresses."""
@@ -67,7 +77,7 @@ class Transfer:
     def wait_ended(self, timeout_seconds: float) -> bool:
         until = self._lanes.now() + timeout_seconds
         while not self.is_ended:
-            if self._lanes.now() >= until:
+            if self.is_lost or self._lanes.now() >= until:
                 return False
             self._lanes.pause()
         return True
@@ -91,8 +101,7 @@ class Transfer:
             try:
                 self._lanes.device.record(self.end_event, self._stream)
             except DeviceError as error:
-                self.failure = self.failure or str(error)
-                self._is_end_known = False
+                self._lose(error)
 
     def _let_go(self) -> None:
         self._lanes.tables.give_back(self._held)
@@ -355,6 +364,7 @@ class Nothing:
     failure = ""
     whole = 0
     is_ended = True
+    is_lost = False
 
     def wait_layer(self, layer: int) -> None:
         """There is nothing to wait for."""

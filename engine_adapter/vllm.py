@@ -33,26 +33,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapter.refusal import Refused
+from engine_adapter.vllm_hold import HeldBlocks
 from engine_adapter.vllm_identity import (
     EngineFacts,
-    GroupFacts,
     adapter_digest,
+    group_facts,
     lanes_of,
+    refuse_unsupported,
     weights_digest_of,
 )
 from engine_adapter.vllm_orders import StepOrders, WorkerReport
 from engine_adapter.vllm_scheduler import SchedulerSide
 from engine_adapter.vllm_settings import Settings, settings_from
 from engine_adapter.vllm_statistics import COUNTERS, added
+from engine_adapter.vllm_target import content_order
 from engine_adapter.vllm_worker import WorkerSide
 from kvstore.client import KVClient
 
@@ -139,6 +137,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._was_reset = False
+        self._held: HeldBlocks | None = None
+        """On a GPU blocks are saved from where they lie."""
         lanes = lanes_of(read_facts(vllm_config, kv_cache_config, settings))
         client = KVClient(
             settings.socket or None,
@@ -157,7 +157,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
                 may_load=transfer.is_kv_consumer,
                 may_save=transfer.is_kv_producer,
-                may_layerwise=self._groups == 1 and vllm_config.max_concurrent_batches == 1,
+                may_layerwise=self._groups == 1
+                and vllm_config.max_concurrent_batches == 1
+                and settings.layerwise in _layerwise_settings(),
                 wants_events=bool(events and events.enable_kv_cache_events),
             )
         else:
@@ -184,8 +186,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Hooks inside the forward pass are skipped in full graphs."""
-        return settings_from(extra_config).layerwise != "never"
+        """Hooks inside the forward pass are skipped in full graphs, which GPUs should not lose for
+        loads that only somebody who asks for them gets."""
+        return settings_from(extra_config).layerwise in _layerwise_settings()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """On GPUs a block's layers side by side: one long copy. vLLM takes another one where the
+        attention backend cannot; a block size given by hand may be split, which this layout
+        forbids."""
+        is_plain = not vllm_config.cache_config.user_specified_block_size
+        return "BLNHC" if current_platform.is_cuda() and is_plain else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -199,6 +210,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._kv_cache_manager = kv_cache_manager
+        if current_platform.is_cuda():
+            self._held = HeldBlocks(kv_cache_manager.block_pool)
+
+    def has_pending_push_work(self) -> bool:
+        """Steps go on until held blocks are free."""
+        return bool(self._held)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._held is not None and self._held.will_free
 
     def on_new_request(self, request: Any) -> None:
         self.scheduler.arrived(request)
@@ -223,6 +243,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         orders = self.scheduler.step_orders(
             scheduled, scheduler_output.preempted_req_ids or (), state.get_block_ids
         )
+        if self._held is not None and orders.saves:
+            self._held.take(orders.saves)
         return Metadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -230,6 +252,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._evict(connector_output.invalid_block_ids)
         meta = connector_output.kv_connector_worker_meta
         report = None if meta is None else meta.report
+        if self._held is not None and report is not None:
+            self._held.release(report.copied)
         self.scheduler.step_ended(report, connector_output.finished_recving or ())
 
     def _evict(self, bad: set[int]) -> None:
@@ -340,7 +364,11 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> 
         raise Refused(
             f"vLLM {vllm.__version__}: this connector was proven on {', '.join(VERSIONS)}* only"
         )
-    _refuse_unsupported(config)
+    refuse_unsupported(
+        config,
+        current_platform.device_name,
+        is_known=current_platform.is_cpu() or current_platform.is_cuda(),
+    )
     model, parallel = config.model_config, config.parallel_config
     return EngineFacts(
         architecture=" ".join(model.hf_config.architectures or ()),
@@ -350,50 +378,24 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> 
         dtype=str(model.dtype),
         kv_dtype=str(config.cache_config.cache_dtype),
         quantization=str(model.quantization or ""),
-        layout=f"{cache.kv_cache_layout or 'LBHNC'} {torch.backends.cpu.get_cpu_capability()}",
+        layout=_layout(cache.kv_cache_layout or "LBHNC"),
         attention=str(config.attention_config.backend or "default"),
         versions=(("vllm", vllm.__version__), ("torch", torch.__version__)),
         ranks=parallel.tensor_parallel_size,
-        groups=tuple(_group(number, group) for number, group in enumerate(cache.kv_cache_groups)),
+        groups=tuple(group_facts(*numbered) for numbered in enumerate(cache.kv_cache_groups)),
         tenant_salt=settings.tenant_salt,
         variant=settings.variant,
     )
 
 
-def _refuse_unsupported(config: VllmConfig) -> None:
-    parallel = config.parallel_config
-    found = {
-        "speculative decoding": config.speculative_config is not None,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "KV scales computed at run time": bool(
-            getattr(config.cache_config, "calculate_kv_scales", False)
-        ),
-        f"platform {current_platform.device_type!r}": current_platform.device_type != "cpu",
-    }
-    names = [name for name, is_used in found.items() if is_used]
-    if names:
-        raise Refused(f"kvstore does not support {', '.join(names)} with vLLM yet; turn it off")
+def _layerwise_settings() -> tuple[str, ...]:
+    """Values of `layerwise` that may bring loads inside a forward pass."""
+    return ("always",) if current_platform.is_cuda() else ("auto", "always")
 
 
-def _group(number: int, group: Any) -> GroupFacts:
-    spec = group.kv_cache_spec
-    kinds = {FullAttentionSpec: 0, MLAAttentionSpec: 0, SlidingWindowSpec: 1}
-    if type(spec) not in kinds:
-        raise Refused(
-            f"KV group {number} ({group.layer_names[0]}, ...) is a {type(spec).__name__}; kvstore "
-            f"supports {', '.join(kind.__name__ for kind in kinds)}"
-        )
-    window = getattr(spec, "sliding_window", None) or 0
-    is_sliding = isinstance(spec, SlidingWindowSpec)
-    return GroupFacts(
-        number=number,
-        kind=type(spec).__name__,
-        layer_names=tuple(group.layer_names),
-        block_tokens=spec.block_size,
-        layer_bytes=spec.page_size_bytes,
-        heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        window_tokens=window + spec.extra_retained_tokens if is_sliding else 0,
-        is_shared=isinstance(spec, MLAAttentionSpec),
-    )
+def _layout(name: str) -> str:
+    """What the inside of a block looks like, as far as names must tell it apart."""
+    if current_platform.is_cuda():
+        capability = current_platform.get_device_capability() or ()
+        return f"{content_order(name)} cuda {'.'.join(map(str, capability))}"
+    return f"{name} {torch.backends.cpu.get_cpu_capability()}"

@@ -2,6 +2,7 @@
 
 Primitives:
   `GroupFacts`, `EngineFacts`   what the connector read out of vLLM's configuration
+  `refuse_unsupported`, `group_facts`   what is read there, or refused by name
   `lanes_of(facts)`             the lanes, each with its namespace
   `files_digest`                weights or an adapter, named by content
 
@@ -34,6 +35,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 ADAPTER_SUFFIXES = (*WEIGHT_SUFFIXES, ".json")
 NAMES_ONLY = ("_name_or_path", "transformers_version", "architectures", "torch_dtype")
 """Config entries that say where a model came from, not what it computes."""
+GROUP_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Plain numbers; with others, scales or codes lie among them."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -74,6 +78,46 @@ class EngineFacts:
     tenant_salt: str = ""
     variant: str = ""
     extra: tuple[tuple[str, str], ...] = field(default=())
+
+
+def refuse_unsupported(config: Any, platform: str, *, is_known: bool) -> None:
+    """`config`: vLLM's. Raises Refused, naming everything that has to be turned off."""
+    parallel, cache = config.parallel_config, config.cache_config
+    found = {
+        "speculative decoding": config.speculative_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "microbatches (DBO)": parallel.use_ubatching,
+        "KV scales computed at run time": bool(getattr(cache, "calculate_kv_scales", False)),
+        f"kv_cache_dtype {cache.cache_dtype!r}": cache.cache_dtype not in CACHE_DTYPES,
+        f"platform {platform!r}": not is_known,
+    }
+    names = [name for name, is_used in found.items() if is_used]
+    if names:
+        raise Refused(f"kvstore does not support {', '.join(names)} with vLLM yet; turn it off")
+
+
+def group_facts(number: int, group: Any) -> GroupFacts:
+    """`group`: vLLM's `KVCacheGroupSpec`. Raises Refused for kinds that are not known."""
+    spec = group.kv_cache_spec
+    kind = type(spec).__name__
+    if kind not in GROUP_KINDS:
+        raise Refused(
+            f"KV group {number} ({group.layer_names[0]}, ...) is a {kind}; kvstore supports "
+            f"{', '.join(GROUP_KINDS)}"
+        )
+    is_sliding = kind == "SlidingWindowSpec"
+    return GroupFacts(
+        number=number,
+        kind=kind,
+        layer_names=tuple(group.layer_names),
+        block_tokens=spec.block_size,
+        layer_bytes=spec.page_size_bytes,
+        heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        window_tokens=spec.sliding_window + spec.extra_retained_tokens if is_sliding else 0,
+        is_shared=kind == "MLAAttentionSpec",
+    )
 
 
 def lanes_of(facts: EngineFacts) -> tuple[Lane, ...]:

@@ -183,7 +183,7 @@ class Saver(ABC):
 
     @abstractmethod
     def _store(self, save: Save) -> None:
-        """On the executor. Settles it by and by. Raises KVStoreError: nothing of it is stored."""
+        """On the executor. Settles it by and by; a KVStoreError drops it."""
 
     @abstractmethod
     def _go_on(self) -> None:

@@ -105,6 +105,8 @@ class WorkerReport:
     """Lowest of all ranks: nothing saved before it is under way any more."""
     stored: dict[int, int] = field(default_factory=dict)
     """Number of a save order -> leading blocks of it that are stored."""
+    copied: list[int] = field(default_factory=list)
+    """Numbers of save orders that no longer read the engine's blocks; from devices only."""
     failed: set[bytes] = field(default_factory=set)
     """Names of blocks that could not be loaded."""
     failed_requests: set[str] = field(default_factory=set)
@@ -119,6 +121,7 @@ class WorkerReport:
         return WorkerReport(
             fence=min(self.fence, other.fence),
             stored={**self.stored, **other.stored},
+            copied=self.copied + other.copied,
             failed=self.failed | other.failed,
             failed_requests=self.failed_requests | other.failed_requests,
             saves_lost=self.saves_lost or other.saves_lost,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine_adapter.refusal import Refused
+from engine_adapter.vllm_device import device_mover
 from engine_adapter.vllm_host import host_mover
 from engine_adapter.vllm_mover import LoadTask, Mover, Side
 from engine_adapter.vllm_orders import Lane, StepOrders, WorkerReport
@@ -29,7 +30,10 @@ IDLE_WAIT_SECONDS = 0.0005
 """An engine with nothing to compute asks again and again whether a load is done: it leaves the
 processor to the copy for so long."""
 CLOSE_SECONDS = 2.0
-MOVERS: Mapping[str, Callable[[Side, Mapping[str, Any], int, str], Mover]] = {"cpu": host_mover}
+MOVERS: Mapping[str, Callable[[Side, Mapping[str, Any], int, str], Mover]] = {
+    "cpu": host_mover,
+    "cuda": device_mover,
+}
 """By the kind of device that the engine's KV lies on."""
 
 
@@ -62,11 +66,12 @@ class WorkerSide:
         missing = [name for name in self.side.layer_of if name not in caches]
         if missing:
             raise Refused(f"{missing[0]}: the engine registered no KV for this layer")
-        kinds = {caches[name].device.type for name in self.side.layer_of}
-        if len(kinds) != 1 or not kinds <= set(MOVERS):
+        devices = {caches[name].device for name in self.side.layer_of}
+        kinds = {device.type for device in devices}
+        if len(devices) != 1 or not kinds <= set(MOVERS):
             raise Refused(
-                f"KV lies on {', '.join(sorted(kinds))}; this connector moves KV that lies on one "
-                f"kind of {', '.join(MOVERS)}"
+                f"KV lies on {', '.join(sorted(map(str, devices)))}; this connector moves KV that "
+                f"lies on one device of a kind of {', '.join(MOVERS)}"
             )
         self.use(MOVERS[kinds.pop()](self.side, caches, blocks, layout))
 
@@ -117,12 +122,14 @@ class WorkerSide:
             self._layerwise.clear()
         if not self._orders.saves:
             return
+        side = self.side
+        mine = [order for order in self._orders.saves if side.lanes[order.lane].rank == side.rank]
         if is_lost:
             self._reported().saves_lost = True
+            self._reported().copied += [order.number for order in mine]
             return
-        for order in self._orders.saves:
-            if self.side.lanes[order.lane].rank == self.side.rank:
-                self._mover.saver.take(order)
+        for order in mine:
+            self._mover.saver.take(order)
 
     def _take(self, task: LoadTask) -> None:
         """A load ended."""
@@ -173,6 +180,9 @@ class WorkerSide:
         stored = saver.results()
         if stored:
             self._reported().stored = stored
+        copied = saver.copied()
+        if copied:
+            self._reported().copied += copied
         if self._orders.fence:
             self._reported().fence = saver.drained_fence
         return self._report

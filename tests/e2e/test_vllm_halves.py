@@ -14,7 +14,7 @@ import pytest
 from engine_adapter.vllm_settings import Settings
 from tests.conftest import DaemonProcess
 from tests.e2e.kit import SECONDS_MAX, eventually, running
-from tests.e2e.vllm_kit import BLOCK, FakeEngine, FakeRequest, lane
+from tests.e2e.vllm_kit import BLOCK, DeviceEngine, FakeEngine, FakeRequest, lane
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +23,23 @@ def store() -> Iterator[DaemonProcess]:
         yield daemon
 
 
-@pytest.fixture
+WHERE = {"host": FakeEngine, "device": DeviceEngine}
+"""The engine's blocks lie in memory, or on the stand-in for a GPU."""
+
+
+@pytest.fixture(params=WHERE)
 def engine(store: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
     """One lane of its own: nothing that other tests stored is found."""
-    with FakeEngine(store.socket, lane(name=request.node.name)) as made:
+    with WHERE[request.param](store.socket, lane(name=request.node.name)) as made:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(params=WHERE)
 def layerwise(store: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
     """As `engine`; loads lie inside the forward pass."""
     settings = Settings(socket=str(store.socket), layerwise="always", lookup_seconds=20.0)
-    with FakeEngine(store.socket, lane(name=request.node.name), settings=settings) as made:
+    one = lane(name=request.node.name)
+    with WHERE[request.param](store.socket, one, settings=settings) as made:
         yield made
 
 

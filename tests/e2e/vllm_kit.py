@@ -3,6 +3,7 @@
 Primitives:
   `FakeRequest`   what the connector reads of a request
   `FakeEngine`    blocks, a scheduler that hands them out, steps as vLLM makes them
+  `DeviceEngine`  the same with its blocks on the stand-in for a GPU, which works late
 
 A block's bytes are a function of its name, so that any block says whether it holds what it should.
 """
@@ -10,6 +11,7 @@ A block's bytes are a function of its name, so that any block says whether it ho
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,13 @@ from typing import Any
 import numpy as np
 
 from bench.workload import Painter
+from engine_adapter.device_transfer import DeviceTransfers
+from engine_adapter.lanes import Lanes
+from engine_adapter.transfer import PagedTarget, Plane
 from engine_adapter.vllm_blocks import LanePages
+from engine_adapter.vllm_device import Device, targets_mover
 from engine_adapter.vllm_host import pages_mover
+from engine_adapter.vllm_mover import Mover
 from engine_adapter.vllm_orders import Lane, StepOrders
 from engine_adapter.vllm_scheduler import SchedulerSide
 from engine_adapter.vllm_settings import Settings
@@ -27,6 +34,8 @@ from engine_adapter.vllm_worker import WorkerSide
 from kvstore.client import KVClient
 from kvstore.fingerprint import KVIdentity, chain, namespace_of
 from kvstore.layout import BlockLayout
+from kvstore.testing.fake_device import FakeDevice
+from kvstore.types import ByteArray
 from tests.e2e.kit import SECONDS_MAX
 
 BLOCK = 16
@@ -106,13 +115,30 @@ class FakeEngine:
         self.scheduler = SchedulerSide(clients[0], self.lanes, self.settings, **options)
         self.worker = WorkerSide(clients[1], self.lanes, 0, self.settings)
         self.memory = {
-            at: [np.zeros((ENGINE_BLOCKS, one.layout.layer_bytes), np.uint8) for _ in range(LAYERS)]
+            at: [self.make_memory(one.layout.layer_bytes) for _ in range(LAYERS)]
             for at, one in enumerate(self.lanes)
         }
-        mine = self.worker.side.mine.items()
-        pages = {at: LanePages(one, self.memory[at]) for at, one in mine}
-        self.worker.use(pages_mover(self.worker.side, pages))
+        self.worker.use(self.make_mover())
         self.next_block = 1
+
+    # ------------------------------------------------------------------ where blocks lie
+
+    def make_memory(self, layer_bytes: int) -> ByteArray:
+        """A layer's blocks, zeros."""
+        return np.zeros((ENGINE_BLOCKS, layer_bytes), np.uint8)
+
+    def make_mover(self) -> Mover:
+        mine = self.worker.side.mine.items()
+        return pages_mover(
+            self.worker.side, {at: LanePages(one, self.memory[at]) for at, one in mine}
+        )
+
+    def write(self, page: ByteArray, row: ByteArray) -> None:
+        """A block is computed."""
+        page[:] = row
+
+    def settle(self) -> None:
+        """Until everything computed and loaded so far is there."""
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -194,10 +220,11 @@ class FakeEngine:
             for block in range(start // one.block_tokens, (start + tokens) // one.block_tokens):
                 row = painter.painted(names[block]).reshape(LAYERS, -1)
                 for layer in range(LAYERS):
-                    self.memory[at][layer][table[one.group][block]] = row[layer]
+                    self.write(self.memory[at][layer][table[one.group][block]], row[layer])
 
     def holds(self, request: FakeRequest, table: list[list[int]], at: int, block: int) -> bool:
         """Whether an engine block holds the bytes of this block of the request."""
+        self.settle()
         one = self.lanes[at]
         name = self.chain(at, request)[block]
         row = np.concatenate([m[table[one.group][block]] for m in self.memory[at]])
@@ -232,3 +259,44 @@ class FakeEngine:
             last = self.step({})
             assert time.monotonic() < until
         return tokens, table, last
+
+
+class DeviceEngine(FakeEngine):
+    """What it computes is written when the compute stream gets there."""
+
+    def __init__(self, socket: Path, *lanes: Lane, **options: Any) -> None:
+        self.fake = FakeDevice(1)
+        self.compute_stream = self.fake.make_compute_stream()
+
+        def pause() -> None:
+            self.fake.advance(50)
+            time.sleep(0.0002)
+
+        self.lanes_of_device = Lanes(self.fake, now=time.monotonic, pause=pause)
+        self.transfers = DeviceTransfers(self.lanes_of_device, ThreadPoolExecutor(2))
+        super().__init__(socket, *lanes, **options)
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        assert self.fake.error == ""
+
+    def make_memory(self, layer_bytes: int) -> ByteArray:
+        size = ENGINE_BLOCKS * layer_bytes
+        memory = self.fake.bytes_at(self.fake.allocate(size), size)
+        memory[:] = 0
+        return memory.reshape(ENGINE_BLOCKS, layer_bytes)
+
+    def make_mover(self) -> Mover:
+        targets = {}
+        for at, one in self.worker.side.mine.items():
+            size = one.layout.layer_bytes
+            planes = tuple((Plane(m.ctypes.data, size, size),) for m in self.memory[at])
+            targets[at] = PagedTarget(one.layout, planes, ENGINE_BLOCKS)
+        device = Device(self.transfers, targets, lambda: self.compute_stream)
+        return targets_mover(self.worker.side, device, ThreadPoolExecutor(1))
+
+    def write(self, page: ByteArray, row: ByteArray) -> None:
+        self.fake.enqueue(self.compute_stream, lambda: np.copyto(page, row))
+
+    def settle(self) -> None:
+        self.fake.drain()
