@@ -129,6 +129,22 @@ def test_a_layerwise_load_is_there_when_the_layer_is_read(layerwise: FakeEngine)
     assert all(engine.holds(request, table, 0, at) for at in range(5))
 
 
+def test_a_pass_that_does_not_ask_for_its_layers_read_them_too_early(
+    layerwise: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = layerwise
+    engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
+    request = FakeRequest("b", tokens_of(1, 5 * BLOCK))
+    engine.scheduler.arrived(request)  # type: ignore[arg-type]
+    tokens, _ = engine.ask(request)
+    table = engine.ids(request.num_tokens)
+    engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+    request.num_computed_tokens = tokens
+    monkeypatch.setattr(engine.worker, "wait_for_layer", lambda name: None)
+    last = engine.step({"b": BLOCK}, {"b": table}, {"b": request})
+    assert last.bad == set(table[0][:4])
+
+
 def test_nothing_computed_from_blocks_that_did_not_come_is_stored(
     layerwise: FakeEngine, store: DaemonProcess
 ) -> None:
@@ -288,3 +304,76 @@ def test_what_finds_no_room_aside_is_counted_and_nothing_else(store: DaemonProce
         assert engine.worker.counts.take()["refused_blocks"] == 5
         engine.compute(FakeRequest("b", tokens_of(2, 2 * BLOCK)))
         assert engine.worker.counts.take()["saved_blocks"] == 2
+
+
+# ---------------------------------------------------------------------- on a device only
+
+
+def test_blocks_are_the_saves_until_its_last_copy_ended(store: DaemonProcess) -> None:
+    with DeviceEngine(store.socket, lane(name="held")) as engine:
+        stuck = engine.lanes_of_device.save_stream
+        engine.fake.hold(stuck)
+        request = FakeRequest("a", tokens_of(1, 3 * BLOCK))
+        engine.scheduler.arrived(request)  # type: ignore[arg-type]
+        engine.ask(request)
+        engine.step({"a": 3 * BLOCK}, {"a": engine.ids(3 * BLOCK)}, {"a": request})
+        engine.scheduler.finished("a")
+        saver: Any = engine.worker._mover.saver
+        eventually(lambda: saver._held[0].lots, "its copies are enqueued")
+        engine.step({})
+        assert engine.copied == []
+        engine.fake.let_go(stuck)
+        assert engine.worker.wait_idle(SECONDS_MAX)
+        engine.step({})
+        assert engine.copied == [1]
+        assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 3
+        # Beyond what may be held nothing is saved, and the blocks are free at once.
+        saver._held_blocks_max = 2
+        engine.compute(FakeRequest("b", tokens_of(2, 3 * BLOCK)))
+        assert engine.copied == [1, 2]
+        assert engine.worker.counts.take()["refused_blocks"] == 3
+
+
+def test_layers_that_come_too_late_are_computed_behind_them(store: DaemonProcess) -> None:
+    settings = Settings(
+        socket=str(store.socket), layerwise="always", lookup_seconds=20.0, load_seconds=0.1
+    )
+    with DeviceEngine(store.socket, lane(name="late"), settings=settings) as engine:
+        engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
+        request = FakeRequest("b", tokens_of(1, 5 * BLOCK))
+        engine.scheduler.arrived(request)  # type: ignore[arg-type]
+        tokens, _ = engine.ask(request)
+        table = engine.ids(request.num_tokens)
+        engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+        request.num_computed_tokens = tokens
+        stuck = engine.lanes_of_device.load_stream
+        engine.fake.hold(stuck)
+        last = engine.step({"b": BLOCK}, {"b": table}, {"b": request})
+        assert last.bad == set(table[0][:4])
+        assert last.report.saves_lost
+        other = FakeRequest("other", tokens_of(2, 5 * BLOCK))
+        engine.step({"other": 4 * BLOCK}, {"other": [table[0][:4]]}, {"other": other})
+        engine.fake.drain()
+        engine.fake.let_go(stuck)
+        assert all(engine.holds(other, [table[0][:4]], 0, at) for at in range(4))
+
+
+def test_the_daemon_dies_in_the_middle_of_a_device_load() -> None:
+    with running() as daemon, DeviceEngine(daemon.socket, lane(name="killed")) as engine:
+        engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
+        request = FakeRequest("b", tokens_of(1, 5 * BLOCK))
+        engine.scheduler.arrived(request)  # type: ignore[arg-type]
+        tokens, _ = engine.ask(request)
+        table = engine.ids(request.num_tokens)
+        engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+        stuck = engine.lanes_of_device.load_stream
+        engine.fake.hold(stuck)
+        assert not engine.step({}).received
+        daemon.kill()
+        engine.fake.let_go(stuck)
+        while "b" not in (last := engine.step({})).received:
+            pass
+        right = {table[0][at] for at in range(4) if engine.holds(request, table, 0, at)}
+        assert last.bad >= set(table[0][:4]) - right
+        engine.compute(FakeRequest("c", tokens_of(2, 3 * BLOCK)))
+        assert engine.load(FakeRequest("d", tokens_of(2, 3 * BLOCK)))[0] == 0

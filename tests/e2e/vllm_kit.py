@@ -120,6 +120,8 @@ class FakeEngine:
         }
         self.worker.use(self.make_mover())
         self.next_block = 1
+        self.copied: list[int] = []
+        """Numbers of saves that no longer read the engine's blocks."""
 
     # ------------------------------------------------------------------ where blocks lie
 
@@ -203,6 +205,8 @@ class FakeEngine:
             bad=worker.bad_block_ids(),
             report=worker.report(),
         )
+        if result.report is not None:
+            self.copied += result.report.copied
         self.scheduler.step_ended(result.report, result.received)
         return result
 
