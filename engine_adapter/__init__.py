@@ -6,8 +6,10 @@
 
 vLLM's connector, without vLLM (`vllm` itself only hands on):
   `vllm_scheduler`, `vllm_lookup`, `vllm_requests`   what to load and save, and when to say no
-  `vllm_worker`, `vllm_mover`, `vllm_host`           blocks between the engine and the store
-  `vllm_blocks`, `vllm_orders`                       where blocks lie; what the halves say
+  `vllm_worker`, `vllm_mover`                        blocks between the engine and the store
+  `vllm_host`, `vllm_device`                         in memory; on a GPU, by the transfer engine
+  `vllm_blocks`, `vllm_target`, `vllm_hold`          where blocks lie; who keeps them meanwhile
+  `vllm_orders`                                      what the halves say
   `vllm_identity`, `vllm_settings`, `vllm_speed`, `vllm_statistics`
 
 Core:

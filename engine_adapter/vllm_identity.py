@@ -88,6 +88,7 @@ def refuse_unsupported(config: Any, platform: str, *, is_known: bool) -> None:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "microbatches (DBO)": parallel.use_ubatching,
+        "sleep mode": bool(getattr(config.model_config, "enable_sleep_mode", False)),
         "KV scales computed at run time": bool(getattr(cache, "calculate_kv_scales", False)),
         f"kv_cache_dtype {cache.cache_dtype!r}": cache.cache_dtype not in CACHE_DTYPES,
         f"platform {platform!r}": not is_known,

@@ -18,7 +18,8 @@ from unittest import mock
 
 import numpy as np
 
-from bench.gpu_world import BLOCKS, Reservation, Source, World
+from bench.gpu_measure import Reservation
+from bench.gpu_world import BLOCKS, Source, World
 from engine_adapter import vllm_device
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.lanes import Lanes

@@ -98,6 +98,7 @@ def config(**changes: Any) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{**parallel, **given}),
         cache_config=SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto")),
+        model_config=SimpleNamespace(enable_sleep_mode=changes.get("sleep", False)),
         speculative_config=None,
     )
 
@@ -109,6 +110,7 @@ def config(**changes: Any) -> Any:
         ({"cache_dtype": "nvfp4"}, "nvfp4"),
         ({"use_ubatching": True}, "DBO"),
         ({"pipeline_parallel_size": 2}, "pipeline"),
+        ({"sleep": True}, "sleep"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(change: Any, word: str) -> None:
