@@ -86,7 +86,8 @@ def device_mover(side: Side, caches: Mapping[str, Any], blocks: int, layout: str
 def targets_mover(side: Side, device: Device, executor: Executor) -> Mover:
     """The daemon learns of the device, in every life of it."""
     let_in(side.handles[0], device.transfers)
-    return Mover(DeviceLoads(side, device), DeviceSaver(side, device, executor))
+    loads, saver = DeviceLoads(side, device), DeviceSaver(side, device, executor)
+    return Mover(loads, saver, begins_inside=False)
 
 
 class DeviceLoadTask(LoadTask):
@@ -157,11 +158,6 @@ class DeviceLoadTask(LoadTask):
             source.end(0)  # the scheduler's Match counted the use
         self.seconds = time.monotonic() - self._began
 
-    def cancel(self) -> None:
-        """Enqueue nothing more."""
-        for _, _, load in self._loads:
-            load.cancel()
-
 
 class DeviceLoads:
     """A `Loader`."""
@@ -189,10 +185,7 @@ class DeviceLoads:
         return found
 
     def close(self) -> None:
-        for task in self._beside:
-            task.cancel()
-        for task in self._beside:
-            task.wait_ended(STUCK_SECONDS)
+        """The transfer engine waits for them when the saver closes it."""
 
 
 @dataclass(eq=False)

@@ -307,3 +307,6 @@ class Mover:
 
     loader: Loader
     saver: Saver
+    begins_inside: bool = True
+    """Loads beside a forward pass begin within it; else after it, when the engine's thread has
+    enqueued the pass and is not awaited by a device."""

@@ -101,10 +101,10 @@ class WorkerSide:
         self._waiting.clear()
 
     def wait_for_layer(self, name: str) -> None:
-        """Until layerwise loads have filled this layer. Begins the other loads: the engine has
+        """Until layerwise loads have filled this layer. Other loads may begin here: the engine has
         prepared its blocks by now, and the pass takes long enough to hide them."""
         self._had_forward = True
-        if self._waiting:
+        if self._waiting and self._mover.begins_inside:
             self.start_loads()
         if self._layerwise:
             layer = self.side.layer_of[name]

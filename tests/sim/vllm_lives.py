@@ -213,7 +213,8 @@ class Engine:
         side, device = self.worker.side, Device(world.transfers, {0: world.target}, self._stream)
         self.saver = DeviceSaver(side, device, world.baton)
         self.saver._held_blocks_max = 8
-        self.worker.use(Mover(vllm_device.DeviceLoads(side, device), self.saver))
+        loads = vllm_device.DeviceLoads(side, device)
+        self.worker.use(Mover(loads, self.saver, begins_inside=False))
         self._provisional: list[tuple[dict[str, bool], bool, str]] = []
 
     def _stream(self) -> int:

@@ -6,8 +6,10 @@ Field cases GPU-14, 15, VLLM-13, 17.
 from __future__ import annotations
 
 import ctypes
+from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,8 +17,11 @@ import pytest
 from engine_adapter.refusal import Refused
 from engine_adapter.vllm_hold import HeldBlocks
 from engine_adapter.vllm_identity import group_facts, refuse_unsupported
-from engine_adapter.vllm_orders import BlockOrder
+from engine_adapter.vllm_orders import BlockOrder, Lane
+from engine_adapter.vllm_settings import Settings
 from engine_adapter.vllm_target import content_order, planes_for
+from engine_adapter.vllm_worker import WorkerSide
+from kvstore.layout import BlockLayout
 from kvstore.types import NamespaceId
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -122,6 +127,21 @@ def test_what_cannot_work_is_refused_by_name(change: Any, word: str) -> None:
     mamba = SimpleNamespace(kv_cache_spec=SimpleNamespace(), layer_names=["one"])
     with pytest.raises(Refused, match="SimpleNamespace"):
         group_facts(0, mamba)
+
+
+def test_kv_on_an_unknown_kind_of_device_is_refused_by_name() -> None:
+    place = namedtuple("place", "type")
+    lane = Lane(0, 0, NamespaceId(bytes(32)), BlockLayout(16, 2, 4096), 0, ("one", "two"))
+    worker = WorkerSide(mock.MagicMock(), [lane], 0, Settings())
+    with pytest.raises(Refused, match="two"):
+        worker.register({"one": SimpleNamespace(device=place("cpu"))}, 8, "LBHNC")
+    for kinds in (("xpu", "xpu"), ("cuda", "cpu")):
+        caches = {
+            name: SimpleNamespace(device=place(kind))
+            for name, kind in zip(("one", "two"), kinds, strict=True)
+        }
+        with pytest.raises(Refused, match=kinds[0]):
+            worker.register(caches, 8, "LBHNC")
 
 
 def test_held_blocks_are_free_when_their_save_and_their_request_ended() -> None:
