@@ -9,12 +9,23 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine_adapter.device_transfer import DeviceTransfers
+from engine_adapter.lanes import Lanes
+from engine_adapter.vllm_device import Device, targets_mover
+from engine_adapter.vllm_hold import HeldBlocks
+from engine_adapter.vllm_mover import Mover, Side
+from engine_adapter.vllm_target import prove_target, target_of
+from engine_adapter.vllm_worker import MOVERS
+from kvstore.testing.fake_device import FakeDevice
 from tests.conftest import DaemonProcess
 from tests.engines.vllm_engine.kit import BLOCK, Answer, Engine, prompt, tiny_llama
 
@@ -71,6 +82,60 @@ def test_little_memory_preempts_and_nothing_is_wrong(
         metrics = {m.name: getattr(m, "value", 0) for m in engine.llm.get_metrics()}
         assert metrics["vllm:num_preemptions"] > 0
         assert metrics["vllm:kvstore_loads"] > 0
+
+
+def test_blocks_move_as_on_a_gpu_and_are_held_meanwhile(
+    store: DaemonProcess, llama: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine computes on the CPU, in memory of the stand-in for a GPU, which copies late."""
+    fake = kv_on_stand_in(monkeypatch)
+    options = {"kv_cache_memory_bytes": 3 << 20, "max_model_len": 1024}
+    with engine_on(store, llama, extra={"layerwise": "never", "variant": "g"}, **options) as engine:
+        scheduler = engine.core.scheduler
+        scheduler.connector._held = HeldBlocks(scheduler.kv_cache_manager.block_pool)
+        for _ in range(2):
+            assert same(engine.run(PROMPTS, new_tokens=NEW), plain)
+        metrics = {m.name: getattr(m, "value", 0) for m in engine.llm.get_metrics()}
+        for name in ("vllm:num_preemptions", "vllm:kvstore_loads", "vllm:kvstore_saved_blocks"):
+            assert metrics[name] > 0
+        engine.drain()
+        engine.forget()  # it would not while a block has a reference
+        assert not scheduler.connector._held
+        assert engine.one(PROMPTS[0], new_tokens=NEW).same(plain[0])
+    assert fake.error == ""
+
+
+def kv_on_stand_in(patch: pytest.MonkeyPatch) -> FakeDevice:
+    """Engines made from now on have their KV there."""
+    import torch
+
+    fake, zeros = FakeDevice(1), torch.zeros
+
+    def allocate(*size: Any, **options: Any) -> Any:
+        if options.get("dtype") is not torch.int8 or not isinstance(size[0], int):
+            return zeros(*size, **options)
+        memory = fake.bytes_at(fake.allocate(size[0]), size[0])
+        memory[:] = 0
+        return torch.from_numpy(memory).view(torch.int8)
+
+    def pause() -> None:
+        fake.advance(50)
+        time.sleep(0.0002)
+
+    def mover(side: Side, caches: Any, blocks: int, layout: str) -> Mover:
+        lanes = Lanes(fake, now=time.monotonic, pause=pause)
+        transfers = DeviceTransfers(lanes, ThreadPoolExecutor(2))
+        compute, targets = fake.make_compute_stream(), {}
+        for index, lane in side.mine.items():
+            targets[index] = target_of(lane, caches, blocks, layout)
+            tensors = [caches[name] for name in lane.layer_names]
+            prove_target(transfers, targets[index], tensors, layout, compute)
+        device = Device(transfers, targets, lambda: compute)
+        return targets_mover(side, device, ThreadPoolExecutor(1))
+
+    patch.setattr(torch, "zeros", allocate)
+    patch.setitem(MOVERS, "cpu", mover)  # type: ignore[arg-type]
+    return fake
 
 
 def test_another_model_in_the_same_store_finds_nothing(
