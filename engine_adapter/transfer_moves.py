@@ -31,7 +31,8 @@ from kvstore.types import ByteArray, IntArray, UIntArray
 
 KERNEL_BLOCKS = 12
 """More processors than this are not taken from the engine."""
-KERNEL_THREADS = 256
+KERNEL_THREADS = 1024
+"""Of a block, in groups that take a piece each: many bytes must be under way on a slow bus."""
 KERNEL_HANDICAP = 1.15
 """A kernel is chosen where it is faster by more than this."""
 LENGTHS = tuple(1024 * kib for kib in (4, 16, 28, 64, 256))

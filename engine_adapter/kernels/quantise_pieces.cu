@@ -52,8 +52,8 @@ static __device__ __forceinline__ u8 packed(float value, float scale, u64 is_fp8
 }
 
 // One thread a piece: the scale into its head.
-extern "C" __global__ void scale_pieces(u64 packs, u64 rows, u64 count, u64 tokens, u64 dim,
-                                        u64 token_stride, u64 is_fp8) {
+extern "C" __global__ void __launch_bounds__(1024, 1) scale_pieces(
+    u64 packs, u64 rows, u64 count, u64 tokens, u64 dim, u64 token_stride, u64 is_fp8) {
     for (u64 piece = blockIdx.x * (u64)blockDim.x + threadIdx.x; piece < count;
          piece += gridDim.x * (u64)blockDim.x) {
         const u8* from = (const u8*)((const u64*)rows)[piece];
@@ -71,40 +71,96 @@ extern "C" __global__ void scale_pieces(u64 packs, u64 rows, u64 count, u64 toke
     }
 }
 
-// One thread block a piece, four numbers a thread: after `scale_pieces`.
-extern "C" __global__ void quantise_pieces(u64 packs, u64 rows, u64 count, u64 tokens, u64 dim,
-                                           u64 token_stride, u64 is_fp8) {
-    for (u64 piece = blockIdx.x; piece < count; piece += gridDim.x) {
+// A group of threads a piece, 16 numbers a thread at a time.
+#define GROUP 64u
+#define AT_ONCE 16u
+
+// Where a run of 16 numbers lies: it may go on in the next row.
+struct Place {
+    u8* row;
+    u64 token_stride;
+    unsigned dim, column;
+
+    __device__ __forceinline__ Place(u64 rows, u64 stride, unsigned size, unsigned at)
+        : row((u8*)rows + at / size * stride), token_stride(stride), dim(size), column(at % size) {}
+
+    __device__ __forceinline__ u16* next() {
+        u16* here = (u16*)row + column;
+        if (++column == dim) { column = 0; row += token_stride; }
+        return here;
+    }
+    // Whether it can be written in two words of 16 bytes.
+    __device__ __forceinline__ bool is_plain() const {
+        return column + AT_ONCE <= dim && !(((u64)row + 2 * column) & 15);
+    }
+};
+
+static __device__ __forceinline__ u16 restored(unsigned byte, float scale, bool is_fp8) {
+    float q = is_fp8 ? from_e4m3((u8)byte) : (float)(signed char)byte;
+    return to_bf16(__fmul_rn(q, scale));
+}
+
+static __device__ __forceinline__ unsigned pair(unsigned bytes, float scale, bool is_fp8) {
+    return restored(bytes & 255, scale, is_fp8) |
+           (unsigned)restored(bytes >> 8 & 255, scale, is_fp8) << 16;
+}
+
+static __device__ __forceinline__ void unpack(Place place, uint4 codes, float scale, bool is_fp8) {
+    if (place.is_plain()) {
+        uint4* to = (uint4*)place.next();
+        __stcs(to, uint4{pair(codes.x, scale, is_fp8), pair(codes.x >> 16, scale, is_fp8),
+                         pair(codes.y, scale, is_fp8), pair(codes.y >> 16, scale, is_fp8)});
+        __stcs(to + 1, uint4{pair(codes.z, scale, is_fp8), pair(codes.z >> 16, scale, is_fp8),
+                             pair(codes.w, scale, is_fp8), pair(codes.w >> 16, scale, is_fp8)});
+        return;
+    }
+    #pragma unroll 1
+    for (unsigned i = 0; i < AT_ONCE; i++) {
+        unsigned word = i < 8 ? (i < 4 ? codes.x : codes.y) : (i < 12 ? codes.z : codes.w);
+        *place.next() = restored(word >> (8 * (i % 4)) & 255, scale, is_fp8);
+    }
+}
+
+static __device__ __forceinline__ unsigned pack(Place& place, float scale, bool is_fp8) {
+    unsigned word = 0;
+    #pragma unroll 1
+    for (unsigned shift = 0; shift < 32; shift += 8)
+        word |= (unsigned)packed(from_bf16(*place.next()), scale, is_fp8) << shift;
+    return word;
+}
+
+// After `scale_pieces`.
+extern "C" __global__ void __launch_bounds__(1024, 1) quantise_pieces(
+    u64 packs, u64 rows, u64 count, u64 tokens, u64 dim, u64 token_stride, u64 is_fp8) {
+    const unsigned width = blockDim.x < GROUP ? blockDim.x : GROUP;
+    const unsigned groups = blockDim.x / width, size = tokens * dim;
+    for (u64 piece = blockIdx.x * (u64)groups + threadIdx.x / width; piece < count;
+         piece += gridDim.x * (u64)groups) {
         u8* to = (u8*)((const u64*)packs)[piece];
-        const u8* from = (const u8*)((const u64*)rows)[piece];
+        const u64 from = ((const u64*)rows)[piece];
         float scale = __uint_as_float(*(const unsigned*)to);
-        for (u64 at = 4 * threadIdx.x; at < tokens * dim; at += 4 * blockDim.x) {
-            unsigned word = 0;
-            for (u64 i = 0; i < 4; i++) {
-                u64 token = (at + i) / dim, column = (at + i) % dim;
-                float value = from_bf16(((const u16*)(from + token * token_stride))[column]);
-                word |= (unsigned)packed(value, scale, is_fp8) << (8 * i);
-            }
-            *(unsigned*)(to + 16 + at) = word;
+        for (unsigned at = AT_ONCE * (threadIdx.x % width); at < size; at += AT_ONCE * width) {
+            Place place(from, token_stride, dim, at);
+            unsigned a = pack(place, scale, is_fp8), b = pack(place, scale, is_fp8);
+            unsigned c = pack(place, scale, is_fp8), d = pack(place, scale, is_fp8);
+            __stcs((uint4*)(to + 16 + at), uint4{a, b, c, d});
         }
     }
 }
 
 // The way back.
-extern "C" __global__ void restore_pieces(u64 packs, u64 rows, u64 count, u64 tokens, u64 dim,
-                                          u64 token_stride, u64 is_fp8) {
-    for (u64 piece = blockIdx.x; piece < count; piece += gridDim.x) {
+extern "C" __global__ void __launch_bounds__(1024, 1) restore_pieces(
+    u64 packs, u64 rows, u64 count, u64 tokens, u64 dim, u64 token_stride, u64 is_fp8) {
+    const unsigned width = blockDim.x < GROUP ? blockDim.x : GROUP;
+    const unsigned groups = blockDim.x / width, size = tokens * dim;
+    for (u64 piece = blockIdx.x * (u64)groups + threadIdx.x / width; piece < count;
+         piece += gridDim.x * (u64)groups) {
         const u8* from = (const u8*)((const u64*)packs)[piece];
-        u8* to = (u8*)((const u64*)rows)[piece];
+        const u64 to = ((const u64*)rows)[piece];
         float scale = __uint_as_float(*(const unsigned*)from);
-        for (u64 at = 4 * threadIdx.x; at < tokens * dim; at += 4 * blockDim.x) {
-            unsigned word = *(const unsigned*)(from + 16 + at);
-            for (u64 i = 0; i < 4; i++) {
-                u8 byte = (u8)(word >> (8 * i));
-                float q = is_fp8 ? from_e4m3(byte) : (float)(signed char)byte;
-                u64 token = (at + i) / dim, column = (at + i) % dim;
-                ((u16*)(to + token * token_stride))[column] = to_bf16(__fmul_rn(q, scale));
-            }
+        for (unsigned at = AT_ONCE * (threadIdx.x % width); at < size; at += AT_ONCE * width) {
+            Place place(to, token_stride, dim, at);
+            unpack(place, __ldcs((const uint4*)(from + 16 + at)), scale, is_fp8);
         }
     }
 }

@@ -11,7 +11,17 @@ import pytest
 from bench.gpu_kernels import ARGUMENTS, LENGTHS, SKEWS
 from bench.gpu_measure import Rig
 from engine_adapter.device_transfer import DeviceTransfers
-from engine_adapter.transfer_moves import KernelCopies, PinnedTables
+from engine_adapter.quantised import (
+    SCHEMES,
+    Scheme,
+    from_bfloat16,
+    packed,
+    piece_bytes,
+    quantised_target,
+    restored,
+    to_bfloat16,
+)
+from engine_adapter.transfer_moves import KernelCopies, PinnedTables, QuantisingCopies
 from engine_adapter.transfer_plan import Pieces
 from kvstore.device import IPC_HANDLE_BYTES, Device, open_device
 from kvstore.errors import ConfigError, DeviceError
@@ -76,6 +86,34 @@ def test_the_copy_kernel_at_odd_sizes(device: Device, skews: tuple[int, int]) ->
         span = slice(start + skews[1], start + skews[1] + length)
         assert np.array_equal(back[span], host[span])
     device.free(there)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_packing_equals_the_reference(device: Device, scheme: Scheme) -> None:
+    tokens, dim, count = 16, 80, 24
+    axes, shape = "block,kv,head,token,dim", (3, 2, 4, tokens, dim)
+    bits = to_bfloat16(np.random.default_rng(3).normal(0, 3, (count, tokens * dim)))
+    rows, back = device.allocate_pinned(bits.nbytes), device.allocate_pinned(bits.nbytes)
+    rows[:] = bits.reshape(-1).view(np.uint8)
+    there, stream = device.allocate(bits.nbytes), device.make_stream()
+    strides = [2 * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
+    target = quantised_target([there], shape, strides, axes, "bfloat16", scheme)
+    kernels = QuantisingCopies(device, PinnedTables(device, None), target)
+    packs = device.allocate_pinned(count * piece_bytes(tokens, dim)).reshape(count, -1)
+    at = np.arange(count, dtype=np.uint64)
+    host = np.uint64(packs.ctypes.data) + at * np.uint64(packs.strides[0])
+    pieces = np.uint64(there) + at * np.uint64(2 * tokens * dim)
+    lengths = np.full(count, packs.strides[0], np.uint64)
+    moved = Pieces(host, pieces, lengths, packs.nbytes)
+    device.copy(there, rows.ctypes.data, len(rows), stream)
+    kernels.enqueue(moved, False, stream)
+    wait(device, stream)
+    wanted = packed(from_bfloat16(bits), scheme)
+    assert np.array_equal(packs, wanted)
+    kernels.enqueue(moved, True, stream)
+    device.copy(back.ctypes.data, there, len(back), stream)
+    wait(device, stream)
+    assert np.array_equal(back.view(np.uint16), to_bfloat16(restored(wanted, scheme)).reshape(-1))
 
 
 def test_a_refused_registration_leaves_no_error_behind(device: Device) -> None:

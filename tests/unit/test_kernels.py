@@ -14,7 +14,10 @@ from engine_adapter.transfer_moves import source_of
 
 REGISTERS_MAX = 64
 BUGS = {
-    "the tail is one byte short": ("length - done);", "length - done - (length > done));"),
+    "the tail is one byte short": (
+        "length - done, lane);",
+        "length - done - (length > done), lane);",
+    ),
     "the head is not cut to the length": ("if (head > length) head = length;", ""),
     "one byte too many": ("i < length;", "i <= length;"),
     "misaligned pieces go in words": ("((u64)to ^ (u64)from) & 15", "((u64)to ^ (u64)from) & 7"),
@@ -44,7 +47,10 @@ def test_copies_go_in_words_of_16_bytes() -> None:
 
 
 def test_kernels_on_the_cpu_equal_numpy() -> None:
-    assert mismatches_in_child() == []
+    try:
+        assert mismatches_in_child() == []
+    except CompilerMissing as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.slow
