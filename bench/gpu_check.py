@@ -24,6 +24,7 @@ from bench import gpu_kernels, gpu_measure
 from bench.harness import Bar, Context, Part, Reading, Suite, single, spread
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.lanes import Lanes
+from engine_adapter.pinning import Stretch
 from engine_adapter.transfer import LoadPlan, PagedTarget, Plane
 from engine_adapter.transfer_moves import COUNTS, LENGTHS, Choice, Tables, source_of
 from engine_adapter.transfer_plan import Pieces
@@ -84,7 +85,8 @@ class _Silent(FakeDevice):
         """Nothing runs here."""
 
 
-def _submit(context: Context) -> Reading:
+def submit(context: Context) -> Reading:
+    """Planning alone."""
     layout = BlockLayout(16, LAYERS, LAYER_BYTES)
     half = LAYER_BYTES // 2
     planes = tuple((Plane(n << 32, half, half, 2, 2 * BLOCKS * half),) for n in range(LAYERS))
@@ -96,8 +98,7 @@ def _submit(context: Context) -> Reading:
     lanes.mechanisms["batch"] = counting = _Counting()
     device.register(*source.span)
     # The arena is address space nobody backs here: planning never reads it.
-    lanes.pins._starts = np.array([source.span[0]], np.uint64)
-    lanes.pins._stops = np.array([sum(source.span)], np.uint64)
+    lanes.pins._set({source.span[0]: Stretch(sum(source.span), 0)})
     transfers, compute = DeviceTransfers(lanes, ThreadPoolExecutor(1)), device.make_compute_stream()
     taken: list[float] = []
     for turn in range(context.several(41, 11)):
@@ -159,7 +160,7 @@ def _mismatches(context: Context) -> Reading:
 
 
 WITHOUT_GPU = (
-    single(_submit, SUBMIT),
+    single(submit, SUBMIT),
     Part("random schedules on the stand-in", SCHEDULES, _schedules),
     single(_bugs, BUGS),
     single(_compiled, COMPILED),
@@ -184,9 +185,10 @@ def main() -> int:
         quiet = ["-W", "ignore::pytest.PytestConfigWarning"]
         tests = [sys.executable, "-m", "pytest", "-q", *quiet, "-m", "gpu", "tests/gpu"]
         failed = subprocess.run(tests, env={**os.environ, "PYTHONPATH": "."}).returncode
-        return Suite("gpu_check", [*gpu_measure.PARTS, *WITHOUT_GPU]).main() or failed
+        parts = [*gpu_measure.PARTS, *WITHOUT_GPU]
+        return Suite("gpu_check", parts, gpu_measure.setting()).main() or failed
     names = ", ".join(bar.name for part in gpu_measure.PARTS for bar in part.bars)
-    status = Suite("gpu_check", WITHOUT_GPU, names).main()
+    status = Suite("gpu_check", WITHOUT_GPU, {"not_measured": names}).main()
     print(f"no GPU to measure on: {reason}; not measured: {names}")
     return status
 

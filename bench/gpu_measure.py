@@ -177,6 +177,23 @@ def _real_rig() -> Iterator[Rig]:
         transfers.close()
 
 
+def setting() -> dict[str, object]:
+    """The device, and which mechanism it prefers for what."""
+    import cupy  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    runtime = cupy.cuda.runtime
+    transfers = DeviceTransfers.open(0)
+    try:
+        return {
+            "gpu": runtime.getDeviceProperties(0)["name"].decode(),
+            "driver": runtime.driverGetVersion(),
+            "cupy": cupy.__version__,
+            "measured": transfers.describe()["measured"],
+        }
+    finally:
+        transfers.close()
+
+
 def _ratio(name: str, rounds: int, plain: Any, ours: Any) -> Reading:
     ratios, rates = [], []
     for turn in range(rounds + 2):

@@ -25,7 +25,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -262,10 +262,12 @@ def _mount_of(path: Path) -> str:
 class Suite:
     """A named list of parts, and the command that runs them."""
 
-    def __init__(self, name: str, parts: Sequence[Part], not_measured: str = "") -> None:
-        """`not_measured`: of the figures that belong here, those that this machine cannot show."""
+    def __init__(
+        self, name: str, parts: Sequence[Part], setting: Mapping[str, object] | None = None
+    ) -> None:
+        """`setting`: what the JSON file tells beside the machine."""
         self.name = name
-        self.not_measured = not_measured
+        self.setting = dict(setting or {})
         self.parts = tuple(parts)
         self.bars = {bar.name: bar for part in parts for bar in part.bars}
         if len(self.bars) != sum(len(part.bars) for part in parts):
@@ -283,9 +285,7 @@ class Suite:
             before = machine(work)
             figures = self.run(Context(work, wanted, options.quick), wanted)
             facts = {**before, "load_average_after": list(os.getloadavg())}
-        if self.not_measured:
-            facts["not_measured"] = self.not_measured
-        write_json(options.out, self.name, facts, figures)
+        write_json(options.out, self.name, facts | self.setting, figures)
         print(table(facts, figures))
         print(f"figures: {len(figures)}, hold: {sum(figure.holds for figure in figures)}")
         return int(any(math.isnan(figure.value) for figure in figures))

@@ -118,7 +118,8 @@ def main() -> int:
         }
         print(
             f"{name:9} perplexity {report[name]['perplexity']:.4f}  error a layer: median "
-            f"{np.median(layers):.4f}, worst {layers[worst]:.4f} (layer {worst})"
+            f"{np.median(layers):.4f}, worst {layers[worst]:.4f} (layer {worst}); "
+            + " ".join(f"{value:.3f}" for value in layers)
         )
     OUT.mkdir(exist_ok=True)
     (OUT / "kv_loss.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -32,7 +32,7 @@ _never_unmapped: list[ByteArray] = []
 """Memory that a device still has registered: unmapping it would hand its pages to others."""
 
 
-class _Stretch(NamedTuple):
+class Stretch(NamedTuple):
     """Memory that the device reaches, without its start."""
 
     stop: int
@@ -51,7 +51,7 @@ class _Reach(NamedTuple):
     are_lent: BoolArray
 
     @classmethod
-    def of(cls, stretches: Mapping[int, _Stretch]) -> _Reach:
+    def of(cls, stretches: Mapping[int, Stretch]) -> _Reach:
         starts = sorted(stretches)
         known = [stretches[start] for start in starts]
         return cls(
@@ -83,7 +83,7 @@ class PinnedArena:
         self._waiting: deque[ByteArray] = deque()
         self._old: dict[int, ByteArray] = {}
         """Those of earlier arenas."""
-        self._stretches: dict[int, _Stretch] = {}
+        self._stretches: dict[int, Stretch] = {}
         self._reach = _Reach.of({})
         self.failures: list[str] = []
         """Why regions stayed unpinned."""
@@ -108,12 +108,12 @@ class PinnedArena:
                 return False
             region = self._waiting.popleft()
         start, stop = region.ctypes.data, region.ctypes.data + len(region)
-        done: dict[int, _Stretch] = {}
+        done: dict[int, Stretch] = {}
         try:
             for at in range(start, stop, self._register_bytes_max):
                 length = min(self._register_bytes_max, stop - at)
                 self._device.register(at, length)
-                done[at] = _Stretch(at + length, 0)
+                done[at] = Stretch(at + length, 0)
             done = {
                 at: one._replace(shift=self._device.pointer_of(at) - at) for at, one in done.items()
             }
@@ -158,14 +158,14 @@ class PinnedArena:
     def lend(self, address: int, length: int) -> None:
         """Device memory that is copied from as if it were pinned."""
         with self._lock:
-            self._set(self._stretches | {address: _Stretch(address + length, 0, True)})
+            self._set(self._stretches | {address: Stretch(address + length, 0, True)})
 
     def take_back(self, address: int) -> None:
         """No copy runs from it, and none will."""
         with self._lock:
             self._set({at: one for at, one in self._stretches.items() if at != address})
 
-    def _set(self, stretches: dict[int, _Stretch]) -> None:
+    def _set(self, stretches: dict[int, Stretch]) -> None:
         self._stretches, self._reach = stretches, _Reach.of(stretches)
 
     # ------------------------------------------------------------------ questions
