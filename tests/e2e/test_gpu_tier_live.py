@@ -10,6 +10,7 @@ import asyncio
 import tempfile
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -23,6 +24,7 @@ from kvstore.testing.fake_device import FakeDevice
 from kvstore.testing.harness import config_of
 from tests.e2e.kit import Engine, RawClient, eventually
 from tests.e2e.test_device_live import Gpu
+from tests.e2e.vllm_kit import BLOCK, DeviceEngine, FakeRequest, lane
 
 MIB = 1 << 20
 BLOCKS = 4
@@ -159,3 +161,20 @@ def test_an_engine_that_leaves_holds_no_memory_back(
     with Engine(daemon, "another") as other, RawClient(daemon.socket) as raw:
         raw.call("Resize", gpu_bytes=0)
         eventually(lambda: other.client.stat()["gpu"]["allocated_bytes"] == 0, "it was freed")
+
+
+def test_vllms_worker_loads_out_of_a_slab(daemon: LocalDaemon, device: FakeDevice) -> None:
+    with DeviceEngine(daemon.socket, lane(name="slab"), fake=device) as engine:
+        tokens = list(range(5 * BLOCK))
+        engine.compute(FakeRequest("a", tokens))
+        names = (f"b{number}" for number in count())
+
+        def came_from_a_slab() -> bool:
+            before = engine.lanes_of_device.bytes_by_way["gpu_tier"]
+            request = FakeRequest(next(names), tokens)
+            found, table, last = engine.load(request)
+            assert (found, last.bad) == (4 * BLOCK, set())
+            assert all(engine.holds(request, table, 0, at) for at in range(4))
+            return engine.lanes_of_device.bytes_by_way["gpu_tier"] > before
+
+        eventually(came_from_a_slab, "the blocks came up")

@@ -377,3 +377,19 @@ def test_the_daemon_dies_in_the_middle_of_a_device_load() -> None:
         assert last.bad >= set(table[0][:4]) - right
         engine.compute(FakeRequest("c", tokens_of(2, 3 * BLOCK)))
         assert engine.load(FakeRequest("d", tokens_of(2, 3 * BLOCK)))[0] == 0
+
+
+def test_a_device_that_fails_leaves_no_request_waiting(store: DaemonProcess) -> None:
+    with DeviceEngine(store.socket, lane(name="failed")) as engine:
+        engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
+        request = FakeRequest("b", tokens_of(1, 5 * BLOCK))
+        engine.scheduler.arrived(request)  # type: ignore[arg-type]
+        tokens, _ = engine.ask(request)
+        table = engine.ids(request.num_tokens)
+        engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+        engine.fake.hold(engine.lanes_of_device.load_stream)
+        assert not engine.step({}).received
+        engine.fake._fault("it fell off the bus")
+        last = engine.step({})
+        assert (last.received, last.bad) == ({"b"}, set(table[0][:4]))
+        engine.fake._streams.error = ""

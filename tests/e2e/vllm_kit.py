@@ -268,8 +268,10 @@ class FakeEngine:
 class DeviceEngine(FakeEngine):
     """What it computes is written when the compute stream gets there."""
 
-    def __init__(self, socket: Path, *lanes: Lane, **options: Any) -> None:
-        self.fake = FakeDevice(1)
+    def __init__(
+        self, socket: Path, *lanes: Lane, fake: FakeDevice | None = None, **options: Any
+    ) -> None:
+        self.fake = fake or FakeDevice(1)
         self.compute_stream = self.fake.make_compute_stream()
 
         def pause() -> None:

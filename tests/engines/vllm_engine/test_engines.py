@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,23 @@ def test_blocks_move_as_on_a_gpu_and_are_held_meanwhile(
         assert not scheduler.connector._held
         assert engine.one(PROMPTS[0], new_tokens=NEW).same(plain[0])
     assert fake.error == ""
+
+
+def test_on_a_gpu_it_asks_for_whole_blocks_and_keeps_full_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from engine_adapter import vllm as connector
+
+    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (9, 0))
+    monkeypatch.setattr(connector, "current_platform", gpu)
+    kind = connector.KVStoreConnector
+    for is_given, layout in ((False, "BLNHC"), (True, None)):
+        cache = SimpleNamespace(user_specified_block_size=is_given)
+        assert kind.get_required_kvcache_layout(SimpleNamespace(cache_config=cache)) == layout
+    for layerwise, is_piecewise in (("auto", False), ("never", False), ("always", True)):
+        assert kind.requires_piecewise_for_cudagraph({"layerwise": layerwise}) is is_piecewise
+    assert connector._layout("BLNHC") == connector._layout("LBNHC") == "NHC cuda 9.0"
+    assert connector._layout("LBHNC") == "HNC cuda 9.0"
 
 
 def kv_on_stand_in(patch: pytest.MonkeyPatch) -> FakeDevice:
