@@ -119,6 +119,11 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Made by vLLM, once a role. Raises Refused for what could be silently wrong."""
 
+    scheduler: SchedulerSide
+    """Only in the scheduler's role, as `worker` in the other: vLLM calls a role's own hooks."""
+    worker: WorkerSide
+    _side: SchedulerSide | WorkerSide
+
     _cache_hit_source = CacheHitSource.HOST
 
     def __init__(
@@ -134,8 +139,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 transfer.kv_load_failure_policy,
             )
         self._groups = len(kv_cache_config.kv_cache_groups)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
         self._was_reset = False
         self._held: HeldBlocks | None = None
         """On a GPU blocks are saved from where they lie."""
@@ -149,7 +152,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.warning("kvstore: no daemon yet (%s); everything is a miss", client.away_reason)
         if role is KVConnectorRole.SCHEDULER:
             events = vllm_config.kv_events_config
-            self._scheduler = SchedulerSide(
+            self._side = self.scheduler = SchedulerSide(
                 client,
                 lanes,
                 settings,
@@ -166,23 +169,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             rank = vllm_config.parallel_config.rank % max(
                 vllm_config.parallel_config.tensor_parallel_size, 1
             )
-            self._worker = WorkerSide(client, lanes, rank, settings)
+            self._side = self.worker = WorkerSide(client, lanes, rank, settings)
 
     @property
     def requires_kv_delivery(self) -> bool:
         """A cache: what is not handed on is computed again."""
         return False
-
-    @property
-    def scheduler(self) -> SchedulerSide:
-        """vLLM calls the methods of a role on a connector of that role only."""
-        assert self._scheduler is not None
-        return self._scheduler
-
-    @property
-    def worker(self) -> WorkerSide:
-        assert self._worker is not None
-        return self._worker
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -324,10 +316,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if report is None else Report(report)
 
     # ------------------------------------------------------------------ both
-
-    @property
-    def _side(self) -> SchedulerSide | WorkerSide:
-        return self._scheduler or self.worker
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         data = self._side.counts.take()

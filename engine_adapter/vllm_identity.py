@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,6 @@ class EngineFacts:
     groups: tuple[GroupFacts, ...]
     tenant_salt: str = ""
     variant: str = ""
-    extra: tuple[tuple[str, str], ...] = field(default=())
 
 
 def refuse_unsupported(config: Any, platform: str, *, is_known: bool) -> None:
@@ -160,7 +159,6 @@ def _identity(facts: EngineFacts, group: GroupFacts, rank: int) -> KVIdentity:
             ("compute", facts.dtype),
             ("variant", facts.variant),
             *facts.versions,
-            *facts.extra,
         ),
     )
 

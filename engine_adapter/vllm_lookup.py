@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import lcm
+from math import inf, lcm
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -108,19 +108,16 @@ class Lookup:
     chains: Sequence[Chain] = ()
     named_tokens = 0
     """How many of the request's tokens the chains hold."""
-    asked = 0.0
-    """When the scheduler asked first."""
     until = 0.0
-    """How long what is below may still take to come up."""
-    answered = 0.0
+    """How long the request waits at most, from when it was asked for first; 0 before."""
+    answered = inf
+    """When."""
     is_done = False
     is_ended = False
     tokens = 0
     """Leading tokens whose blocks lie in host memory."""
     from_below = 0
     """How many of them were brought up."""
-    reason = ""
-    """Why there are not more, as far as it is not just absence."""
     lease: ReadLease | None = None
 
     def __init__(self, request: EngineRequest) -> None:
@@ -162,10 +159,6 @@ class Lookup:
         self.tokens, self.from_below = tokens, from_below
         self.answered = time.monotonic()
         self.is_done = True
-
-    def fail(self, reason: str) -> None:
-        self.reason = reason
-        self.answer(0)
 
 
 class Lookups:
@@ -230,11 +223,15 @@ class Lookups:
         """Whatever goes wrong costs one request its hit."""
         try:
             work(lookup, *arguments)
-        except KVStoreError as error:
-            lookup.fail(f"{type(error).__name__}: {error}")
-        except Exception as error:  # noqa: BLE001 - our bug: told to the log
-            _log.exception("lookup failed")
-            lookup.fail(f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - an adapter that cannot be read, or our bug
+            _log.log(
+                logging.DEBUG if isinstance(error, KVStoreError) else logging.ERROR,
+                "nothing is looked up for a request: %s",
+                error,
+                exc_info=error,
+            )
+            if not lookup.is_done:
+                lookup.answer(0)
 
     def _find(self, lookup: Lookup) -> None:
         boundary = lookup.name_blocks(self._make_chains)
@@ -274,13 +271,17 @@ class Lookups:
         ability = None
         if len(lookup.chains) == 1 and here < boundary:
             ability = Ability(lookup.named_tokens, here // lookup.chains[0].block_tokens)
-        lease = self._client.match_groups(
-            lookup.chains, boundary, deadline_seconds=self._lookup_seconds / 2, ability=ability
-        )
-        if time.monotonic() - began > self._lookup_seconds / 2:
-            self._ask_from = time.monotonic() + PAUSE_SECONDS
-        if not lease.boundary_tokens:
-            lookup.reason = lease.reason
+        seconds = self._lookup_seconds / 2
+        try:
+            lease = self._client.match_groups(
+                lookup.chains, boundary, deadline_seconds=seconds, ability=ability
+            )
+        except KVStoreError as error:
+            _log.debug("no lease: %s", error)
+            return None
+        finally:
+            if time.monotonic() - began > seconds:
+                self._ask_from = time.monotonic() + PAUSE_SECONDS
         lookup.hold(lease)
         return lease
 
@@ -294,6 +295,6 @@ class Lookups:
                     if lookup.is_ended:
                         break
             except KVStoreError as error:
-                lookup.reason = f"{type(error).__name__}: {error}"
+                _log.debug("not brought up: %s", error)
         now_here = self._client.boundary_in_host(lookup.chains, boundary)
         lookup.answer(now_here, max(now_here - here, 0))

@@ -21,8 +21,6 @@ class Tracked:
     """`lookup` owns `chains` until it is done. Made for every request as it arrives: most values
     are the class's until they change."""
 
-    plain_reason = ""
-    """Why this request neither loads nor saves; "" if it does."""
     lookup: Lookup | None = None
     is_refreshed = False
     """The answer had grown old, and was asked for again: once, as steps may be longer than that."""

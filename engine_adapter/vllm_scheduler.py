@@ -102,12 +102,9 @@ class SchedulerSide:
     # ------------------------------------------------------------------ a request's way
 
     def arrived(self, request: EngineRequest) -> None:
-        """Begin to look for its prefix."""
-        tracked = Tracked(request)
-        self._requests[request.request_id] = tracked
-        if request.prompt_embeds is not None or request.prompt_token_ids is None:
-            tracked.plain_reason = "prompt embeddings"
-        else:
+        """Begin to look for its prefix. Prompts given as embeddings pass by the store."""
+        if request.prompt_embeds is None and request.prompt_token_ids is not None:
+            self._requests[request.request_id] = tracked = Tracked(request)
             tracked.lookup = lookup = Lookup(request)
             self._lookups.start(lookup)
 
@@ -126,17 +123,21 @@ class SchedulerSide:
     def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """(tokens beyond `computed` that can be loaded, whether beside the forward pass)."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.plain_reason or self._is_resetting:
+        if tracked is None or self._is_resetting:
             return 0, False
         tracked.computed_tokens = computed
         now = self._step_now = self._step_now or time.monotonic()
-        lookup = self._current_lookup(tracked, now)
-        if not lookup.is_done:
-            if now > max(lookup.asked + self._settings.lookup_seconds, lookup.until):
-                self.counts.add(lookups_late=1)
-                return 0, False
-            if not self._wait(lookup, now):
+        lookup = tracked.lookup
+        if lookup is None or tracked.has_failed:
+            lookup = self._look_up_again(tracked)
+        elif now > lookup.answered + STALE_SECONDS and self._may_refresh(tracked):
+            lookup = self._look_up_again(tracked)
+            tracked.is_refreshed = True
+        if not lookup.is_done and not self._wait(lookup, now):
+            if now < lookup.until:
                 return None, False
+            self.counts.add(lookups_late=1)
+            return 0, False
         tokens = lookup.tokens - computed
         if tokens < self._hit_tokens_min:
             return 0, False
@@ -148,28 +149,22 @@ class SchedulerSide:
         tracked.is_layerwise = self._is_hidden(tokens, request.num_tokens - lookup.tokens)
         return tokens, not tracked.is_layerwise
 
-    def _current_lookup(self, tracked: Tracked, now: float) -> Lookup:
-        """A new one after a preemption, a failed load, or when the answer grew old: one of those
-        a step, and the step goes on without it."""
-        lookup = tracked.lookup
-        if lookup is None or tracked.has_failed:
-            lookup = self._look_up_again(tracked)
-        elif (
-            lookup.is_done
-            and now > lookup.answered + STALE_SECONDS
-            and not (self._has_stalled or tracked.is_refreshed)
-        ):
-            lookup = self._look_up_again(tracked)
-            self._has_stalled = tracked.is_refreshed = True
-        lookup.asked = lookup.asked or now
-        return lookup
+    def _may_refresh(self, tracked: Tracked) -> bool:
+        """One request a step, and the step goes on without its answer."""
+        if self._has_stalled or tracked.is_refreshed:
+            return False
+        self._has_stalled = True
+        return True
 
     def _wait(self, lookup: Lookup, now: float) -> bool:
         """Whether it is done; the first one of a step that is not is worth waiting for."""
-        if not self._has_stalled:
-            self._has_stalled = True
-            self._lookups.settle(self._settings.stall_seconds)
-            self.counts.add(stall_seconds=time.monotonic() - now)
+        if not lookup.until:  # a thread that sets it at this moment loses some of its time
+            lookup.until = now + self._settings.lookup_seconds
+        if self._has_stalled or now > lookup.until:
+            return False
+        self._has_stalled = True
+        self._lookups.settle(self._settings.stall_seconds)
+        self.counts.add(stall_seconds=time.monotonic() - now)
         return lookup.is_done
 
     def _is_hidden(self, tokens: int, suffix: int) -> bool:
@@ -256,7 +251,7 @@ class SchedulerSide:
             self._clear_again()
         for request_id in preempted:
             tracked = self._requests.get(request_id)
-            if tracked is not None and not tracked.plain_reason:
+            if tracked is not None:
                 tracked.forget_lookup()
                 tracked.loads = 0
         self._last_saves.clear()

@@ -24,7 +24,6 @@ COUNTERS: dict[str, str] = {
     "refused_blocks": "Blocks not stored: no room, no parent, daemon away or busy",
     "saved_bytes": "Bytes of the blocks stored",
     "stall_seconds": "Seconds that scheduling waited for lookups",
-    "errors": "Faults of the connector that were kept from the engine",
 }
 
 
