@@ -133,6 +133,8 @@ class Lookup:
     def name_blocks(self, make_chains: Callable[[EngineRequest], Sequence[Chain]]) -> int:
         """Hash what is not hashed yet; the largest boundary that may be promised."""
         chains = self.chains or make_chains(self.request)
+        if not chains:
+            return 0
         count = self.request.num_tokens
         for first in range(self.named_tokens, count, SLICE_TOKENS):
             tokens = self.request.all_token_ids[first : min(first + SLICE_TOKENS, count)]
@@ -150,10 +152,8 @@ class Lookup:
             self._release()
 
     def _release(self) -> None:
-        """By whichever thread comes first."""
-        lease: ReadLease | None = self.__dict__.pop("lease", None)
-        if lease is not None:
-            lease.release()
+        if self.lease is not None:
+            self.lease.release()
 
     def answer(self, tokens: int, from_below: int = 0) -> None:
         self.tokens, self.from_below = tokens, from_below

@@ -21,7 +21,6 @@ class Tracked:
     """`lookup` owns `chains` until it is done. Made for every request as it arrives: most values
     are the class's until they change."""
 
-    lookup: Lookup | None = None
     is_refreshed = False
     """The answer had grown old, and was asked for again: once, as steps may be longer than that."""
     chains: Sequence[Chain] = ()
@@ -38,9 +37,12 @@ class Tracked:
     """Leading tokens whose blocks are stored or on their way, in every lane."""
     save_from = 0
     """No lane has a block to save before so many tokens are computed."""
+    due = 0
+    """The step in which that may be."""
 
-    def __init__(self, request: EngineRequest) -> None:
-        self.request = request
+    def __init__(self, lookup: Lookup) -> None:
+        self.request = lookup.request
+        self.lookup: Lookup | None = lookup
 
     def take_lookup(self) -> bool:
         """Whether what the lookup found may be used from now on."""

@@ -18,9 +18,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from math import gcd
 from sys import maxsize
-from typing import Any
+from typing import Any, Final
 
 from engine_adapter.vllm_lookup import EngineRequest, Lookup, Lookups, Suppressed
 from engine_adapter.vllm_orders import (
@@ -30,7 +29,8 @@ from engine_adapter.vllm_orders import (
     StepOrders,
     WorkerReport,
 )
-from engine_adapter.vllm_requests import LOADS_MAX, NOT_TOLD, Tracked, contents_of
+from engine_adapter.vllm_requests import LOADS_MAX, Tracked, contents_of
+from engine_adapter.vllm_saves import BlockIdsOf, SavePlan, orders_of
 from engine_adapter.vllm_settings import Settings
 from engine_adapter.vllm_speed import Speeds
 from engine_adapter.vllm_statistics import Counts
@@ -41,9 +41,9 @@ from kvstore.fingerprint import Chain
 STALE_SECONDS = 2.0
 """An answer this old is asked for once more: others may have stored the prefix meanwhile, and the
 lease over what was found runs out before long."""
-NULL_BLOCK = 0
-"""vLLM's place holder for blocks that left a sliding window."""
 NOTHING = StepOrders()
+ASK_AGAIN: Final = (None, False)
+NO_HIT: Final = (0, False)
 
 _log = logging.getLogger(__name__)
 
@@ -73,20 +73,14 @@ class SchedulerSide:
         self._may_save = may_save
         self._hit_tokens_min = max(settings.hit_tokens_min, 1) if may_load else maxsize
         self._may_layerwise = may_layerwise and settings.layerwise != "never"
-        self._wants_events = wants_events
-        self._step_tokens = gcd(*(lane.block_tokens for lane in lanes))
-        """Some lane's block may end at every multiple of it."""
+        self._arrived: dict[str, Lookup] = {}
+        """Requests that were not asked for yet: as little as possible is made for them."""
         self._requests: dict[str, Tracked] = {}
         self._loading: dict[str, Tracked] = {}
         """Beside the forward pass, until the workers report them; also of aborted requests."""
         self._layerwise: list[Tracked] = []
         """Those whose load lies in the step that was ordered last."""
         self._loads: list[LoadOrder] = []
-        self._next_number = 0
-        self._unstored: dict[int, tuple[Any, ...]] = {}
-        self._stored: list[tuple[Any, ...]] = []
-        self._last_saves: list[tuple[Tracked, int]] = []
-        """Requests saved in the step that was ordered last, and what they had saved before."""
         self._has_stalled, self._step_now = False, 0.0
         self._fence = self._acknowledged = 0
         self._reset: Future[None] | None = None
@@ -95,6 +89,7 @@ class SchedulerSide:
         self.counts = Counts()
         self.speeds = Speeds()
         self._suppressed = Suppressed(settings.suppress_seconds)
+        self._saves = SavePlan(lanes, self._requests, self._suppressed, wants_events)
         self._lookups = Lookups(
             client, self._chains, settings.lookup_seconds, self._budget, self._suppressed
         )
@@ -102,11 +97,17 @@ class SchedulerSide:
     # ------------------------------------------------------------------ a request's way
 
     def arrived(self, request: EngineRequest) -> None:
-        """Begin to look for its prefix. Prompts given as embeddings pass by the store."""
-        if request.prompt_embeds is None and request.prompt_token_ids is not None:
-            self._requests[request.request_id] = tracked = Tracked(request)
-            tracked.lookup = lookup = Lookup(request)
-            self._lookups.start(lookup)
+        """Begin to look for its prefix."""
+        self._arrived[request.request_id] = lookup = Lookup(request)
+        self._lookups.start(lookup)
+
+    def _track(self, request_id: str) -> Tracked | None:
+        """From now on. None: it never arrived."""
+        lookup = self._arrived.pop(request_id, None)
+        if lookup is None:
+            return None
+        self._requests[request_id] = tracked = Tracked(lookup)
+        return tracked
 
     def _look_up_again(self, tracked: Tracked) -> Lookup:
         tracked.forget_lookup()
@@ -116,17 +117,24 @@ class SchedulerSide:
         return lookup
 
     def _chains(self, request: EngineRequest) -> Sequence[Chain]:
-        """On a lookup's thread: an adapter's files may have to be read."""
+        """On a lookup's thread: an adapter's files may have to be read. None for prompts given as
+        embeddings: they pass by the store."""
+        if request.prompt_embeds is not None or request.prompt_token_ids is None:
+            return ()
         contents = contents_of(request, self._adapter_digest)
         return [Chain(lane.namespace, lane.block_tokens, contents) for lane in self._lanes]
 
     def matched(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """(tokens beyond `computed` that can be loaded, whether beside the forward pass)."""
-        tracked = self._requests.get(request.request_id)
-        if tracked is None or self._is_resetting:
-            return 0, False
-        tracked.computed_tokens = computed
+        request_id = request.request_id
         now = self._step_now = self._step_now or time.monotonic()
+        lookup = self._arrived.get(request_id)
+        if lookup and self._has_stalled and not lookup.is_done and self._may_wait(lookup, now):
+            return ASK_AGAIN  # many arrived at once: nothing is made for them yet
+        tracked = self._requests.get(request_id) or self._track(request_id)
+        if tracked is None or self._is_resetting:
+            return NO_HIT
+        tracked.computed_tokens = computed
         lookup = tracked.lookup
         if lookup is None or tracked.has_failed:
             lookup = self._look_up_again(tracked)
@@ -134,16 +142,16 @@ class SchedulerSide:
             lookup = self._look_up_again(tracked)
             tracked.is_refreshed = True
         if not lookup.is_done and not self._wait(lookup, now):
-            if now < lookup.until:
-                return None, False
+            if self._may_wait(lookup, now):
+                return ASK_AGAIN
             self.counts.add(lookups_late=1)
-            return 0, False
+            return NO_HIT
         tokens = lookup.tokens - computed
         if tokens < self._hit_tokens_min:
-            return 0, False
+            return NO_HIT
         if tracked.loads >= LOADS_MAX:
             self.counts.add(loads_given_up=1)
-            return 0, False
+            return NO_HIT
         tracked.take_lookup()
         tracked.from_below = lookup.from_below
         tracked.is_layerwise = self._is_hidden(tokens, request.num_tokens - lookup.tokens)
@@ -158,14 +166,17 @@ class SchedulerSide:
 
     def _wait(self, lookup: Lookup, now: float) -> bool:
         """Whether it is done; the first one of a step that is not is worth waiting for."""
-        if not lookup.until:  # a thread that sets it at this moment loses some of its time
-            lookup.until = now + self._settings.lookup_seconds
-        if self._has_stalled or now > lookup.until:
+        if self._has_stalled or not self._may_wait(lookup, now):
             return False
         self._has_stalled = True
         self._lookups.settle(self._settings.stall_seconds)
         self.counts.add(stall_seconds=time.monotonic() - now)
         return lookup.is_done
+
+    def _may_wait(self, lookup: Lookup, now: float) -> bool:
+        if not lookup.until:  # a thread that sets it at this moment loses some of its time
+            lookup.until = now + self._settings.lookup_seconds
+        return now < lookup.until
 
     def _is_hidden(self, tokens: int, suffix: int) -> bool:
         """Whether a load inside the step costs the step no more than it may."""
@@ -195,13 +206,14 @@ class SchedulerSide:
             return
         if not tokens:
             tracked.end_lookup()
+            self._saves.look_in(1, tracked)
             return
         first, stop = tracked.computed_tokens, tracked.computed_tokens + tokens
         orders: list[BlockOrder] = []
         for index, lane in enumerate(self._lanes):
             begin, end = first // lane.block_tokens, -(-stop // lane.block_tokens)
             ids = block_ids[lane.group]
-            orders += _orders_of(index, lane, tracked.chains[index], ids, begin, end)
+            orders += orders_of(index, lane, tracked.chains[index], ids, begin, end)
         order = LoadOrder(request.request_id, tracked.is_layerwise, tuple(orders))
         self._loads.append(order)
         tracked.loads += 1
@@ -214,6 +226,7 @@ class SchedulerSide:
         )
         if tracked.is_layerwise:
             self._layerwise.append(tracked)
+            self._saves.look_in(1, tracked)
         else:
             tracked.is_loading = True
             self._loading[request.request_id] = tracked
@@ -228,9 +241,12 @@ class SchedulerSide:
         """Its blocks are freed now, or once a load that is under way was reported."""
         if self._loads:
             self._loads = [order for order in self._loads if self._keeps(order, request_id)]
+        self._track(request_id)
         tracked = self._requests.pop(request_id, None)
-        if tracked is not None and not tracked.is_loading:
-            tracked.end_lookup()
+        if tracked is not None:
+            tracked.due = 0
+            if not tracked.is_loading:
+                tracked.end_lookup()
 
     @staticmethod
     def _keeps(order: LoadOrder, request_id: str) -> bool:
@@ -243,7 +259,7 @@ class SchedulerSide:
         self,
         scheduled: Mapping[str, int],
         preempted: Iterable[str],
-        block_ids_of: Callable[[str], Sequence[Sequence[int]] | None],
+        block_ids_of: BlockIdsOf,
     ) -> StepOrders:
         """`scheduled`: tokens computed in this step, by request."""
         self._has_stalled, self._step_now = False, 0.0
@@ -254,55 +270,18 @@ class SchedulerSide:
             if tracked is not None:
                 tracked.forget_lookup()
                 tracked.loads = 0
-        self._last_saves.clear()
-        self.speeds.step_begins(sum(scheduled.values()))
+        if not scheduled and not self._loads and not self._fence:
+            return NOTHING  # the engine waits, and asks again and again
+        tokens = sum(scheduled.values())
+        self.speeds.step_begins(tokens)
         saves: list[BlockOrder] = []
-        if self._may_save and not self._is_resetting:
-            requests = self._requests
-            for request_id, tokens in scheduled.items():
-                tracked = requests.get(request_id)
-                if tracked is not None:
-                    computed = tracked.request.num_computed_tokens + tokens
-                    if computed >= tracked.save_from:
-                        self._save(tracked, computed, block_ids_of, saves)
-        if not self._loads and not saves and not self._fence:
+        if self._may_save:
+            saves = self._saves.orders(scheduled, tokens, block_ids_of, self._is_resetting)
+        if not saves and not self._loads and not self._fence:
             return NOTHING
         orders = StepOrders(tuple(self._loads), tuple(saves), self._fence)
         self._loads = []
         return orders
-
-    def _save(
-        self,
-        tracked: Tracked,
-        computed: int,
-        block_ids_of: Callable[[str], Sequence[Sequence[int]] | None],
-        saves: list[BlockOrder],
-    ) -> None:
-        """Order what this step completes of a request, once the lookup told what is stored."""
-        saved = tracked.saved_tokens
-        if saved == NOT_TOLD:
-            if not tracked.take_lookup():
-                return
-            saved = tracked.saved_tokens
-        request = tracked.request
-        computed = min(computed, request.num_tokens)
-        ids = block_ids_of(request.request_id) if computed > saved else None
-        if ids is None:
-            return
-        tracked.name_computed(computed)
-        for index, lane in enumerate(self._lanes):
-            size = lane.layout.block_tokens
-            chain, table = tracked.chains[index], ids[lane.group]
-            first = saved // size
-            for order in _orders_of(index, lane, chain, table, first, computed // size):
-                order.number = self._next_number = self._next_number + 1
-                saves.append(order)
-                self._suppressed.lift(order.joined)
-                if self._wants_events and lane.rank == 0:
-                    self._unstored[order.number] = (request, lane, first, order)
-        self._last_saves.append((tracked, saved))
-        tracked.saved_tokens = computed
-        tracked.save_from = computed - computed % self._step_tokens + self._step_tokens
 
     def step_ended(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """`received`: requests whose load ended, well or not."""
@@ -324,20 +303,14 @@ class SchedulerSide:
             if request_id in self._requests:
                 self._requests[request_id].load_failed()
         if report.saves_lost:
-            for tracked, before in self._last_saves:
-                if tracked.saved_tokens != NOT_TOLD:
-                    tracked.saved_tokens = tracked.save_from = min(tracked.saved_tokens, before)
+            self._saves.lost()
         if report.copy_bytes_per_second:
             self.speeds.copied(report.copy_bytes_per_second)
-        for number, stored in report.stored.items():
-            event = self._unstored.pop(number, None)
-            if event is not None and stored:
-                self._stored.append((*event, stored))
+        self._saves.stored(report.stored)
 
     def take_stored(self) -> list[tuple[Any, ...]]:
         """(request, lane, first block, order, leading blocks stored) since the last call."""
-        stored, self._stored = self._stored, []
-        return stored
+        return self._saves.take_stored()
 
     # ------------------------------------------------------------------ reset, end
 
@@ -346,10 +319,12 @@ class SchedulerSide:
         saved; then what those stored in between is cleared too. False: the daemon did not obey."""
         self._fence += 1
         self._is_resetting, self._reset = True, None
+        for request_id in list(self._arrived):
+            self._track(request_id)
         for tracked in self._requests.values():
             if not tracked.is_loading:
                 tracked.forget_lookup()
-        self._unstored.clear()
+        self._saves.forget()
         try:
             self._clear()
         except KVStoreError as error:
@@ -374,26 +349,6 @@ class SchedulerSide:
         self._lookups.close()
         self._control.shutdown(wait=False, cancel_futures=True)
         self._client.close()
-
-
-def _orders_of(
-    number: int, lane: Lane, chain: Chain, ids: Sequence[int], begin: int, end: int
-) -> list[BlockOrder]:
-    """Blocks [begin, end) of a request's table, without those that a window has left behind."""
-    end = min(end, len(ids), len(chain))
-    if not lane.window_tokens:
-        return [BlockOrder.of(number, chain, ids, begin, end)] if begin < end else []
-    orders: list[BlockOrder] = []
-    while begin < end:
-        if ids[begin] == NULL_BLOCK:
-            begin += 1
-            continue
-        stop = begin + 1
-        while stop < end and ids[stop] != NULL_BLOCK:
-            stop += 1
-        orders.append(BlockOrder.of(number, chain, ids, begin, stop))
-        begin = stop
-    return orders
 
 
 def open_lane(client: KVClient, lane: Lane) -> NamespaceHandle:

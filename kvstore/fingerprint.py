@@ -132,32 +132,34 @@ class Chain:
         for content in self._contents:
             if content.position < 0 or content.length < 1:
                 raise InvalidRequest(f"content at {content.position} of length {content.length}")
-        self._names: list[bytes] = []
+        self._joined = bytearray()
         self._tail = b""
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._joined) // FINGERPRINT_BYTES
 
     def __getitem__(self, depth: int) -> Fingerprint:
-        return Fingerprint(self._names[depth])
+        if not 0 <= depth < len(self):
+            raise IndexError(f"block {depth} of {len(self)}")
+        return Fingerprint(self.part(depth, depth + 1))
 
     @property
     def tokens(self) -> int:
         """Tokens covered by full blocks."""
-        return len(self._names) * self.block_tokens
+        return len(self) * self.block_tokens
 
     @property
     def joined(self) -> bytes:
         """All fingerprints, concatenated."""
-        return b"".join(self._names)
+        return bytes(self._joined)
 
     def part(self, first: int, stop: int) -> bytes:
         """Fingerprints of blocks [first, stop), concatenated."""
-        return b"".join(self._names[first:stop])
+        return bytes(self._joined[first * FINGERPRINT_BYTES : stop * FINGERPRINT_BYTES])
 
     def parent_of(self, depth: int) -> bytes:
         """Name of the block before `depth`; the namespace itself for the first."""
-        return self._names[depth - 1] if depth else self.namespace
+        return self.part(depth - 1, depth) if depth else self.namespace
 
     def extend(self, tokens: Tokens) -> int:
         """Append token ids (ints below 2^32, or uint32 little-endian bytes); return the number of
@@ -173,24 +175,24 @@ class Chain:
             else:
                 self._hash(data, start, stop)
         self._tail = data[usable:]
-        return len(self._names)
+        return len(self)
 
     def _hash(self, data: bytes, start: int, stop: int) -> None:
         block_bytes = self.block_tokens * TOKEN_BYTES
-        names, copy = self._names, _BLOCK.copy
-        parent = names[-1] if names else self.namespace
+        joined, copy = self._joined, _BLOCK.copy
+        parent = self.parent_of(len(self))
         for offset in range(start, stop, block_bytes):
             digest = copy()
             digest.update(parent + data[offset : offset + block_bytes])
             parent = digest.digest()
-            names.append(parent)
+            joined += parent
 
     def _hash_with_contents(self, data: bytes, start: int, stop: int) -> None:
         block_bytes = self.block_tokens * TOKEN_BYTES
         for offset in range(start, stop, block_bytes):
-            first = len(self._names) * self.block_tokens
+            first = self.tokens
             digest = _BLOCK.copy()
-            digest.update(self.parent_of(len(self._names)) + data[offset : offset + block_bytes])
+            digest.update(self.parent_of(len(self)) + data[offset : offset + block_bytes])
             for content in self._contents:
                 if content.position < first + self.block_tokens and (
                     content.position + content.length > first
@@ -199,7 +201,7 @@ class Chain:
                         struct.pack("<qqI", content.position, content.length, len(content.digest))
                     )
                     digest.update(content.digest)
-            self._names.append(digest.digest())
+            self._joined += digest.digest()
 
 
 def chain(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine_adapter.vllm_saves import SAVES_MAX
 from engine_adapter.vllm_settings import Settings
 from tests.conftest import DaemonProcess
 from tests.e2e.kit import SECONDS_MAX, eventually, running
@@ -304,6 +305,30 @@ def test_what_finds_no_room_aside_is_counted_and_nothing_else(store: DaemonProce
         assert engine.worker.counts.take()["refused_blocks"] == 5
         engine.compute(FakeRequest("b", tokens_of(2, 2 * BLOCK)))
         assert engine.worker.counts.take()["saved_blocks"] == 2
+
+
+def test_blocks_of_many_that_decode_are_stored_a_few_a_step(engine: FakeEngine) -> None:
+    many = [FakeRequest(f"d{at}", tokens_of(700 + at, BLOCK)) for at in range(SAVES_MAX + 2)]
+    tables = {one.request_id: engine.ids(4 * BLOCK) for one in many}
+    by_id = {one.request_id: one for one in many}
+    scheduler: Any = engine.scheduler
+    for one in many:
+        scheduler.arrived(one)
+        assert engine.ask(one) == (0, False)
+        scheduler.allocated(one, (), 0)
+    engine.step({one.request_id: BLOCK for one in many}, tables, by_id)
+    looks: list[int] = []
+    resolve = {request_id: list(table) for request_id, table in tables.items()}
+    for at in range(BLOCK + 3):
+        for one in many:
+            one.num_computed_tokens = BLOCK + at
+            one.all_token_ids.append(at)
+        orders = scheduler.step_orders(dict.fromkeys(by_id, 1), (), resolve.get)
+        looks.append(len(orders.saves))
+    ends = BLOCK - 1  # the step that completes a block of each
+    assert looks[:ends] == [0] * ends
+    assert looks[ends : ends + 2] == [SAVES_MAX, 2]
+    assert looks[ends + 2 :] == [0, 0]
 
 
 # ---------------------------------------------------------------------- on a device only

@@ -1,0 +1,179 @@
+"""Which blocks a step of the engine saves, decided by the scheduler's half.
+
+Primitives of `SavePlan`:
+  `look_in`   a request may complete a block so many steps from now
+  `orders`    a step's saves
+  `lost`      those of the last step were thrown away
+  `stored`    what the workers stored, for events
+
+A request is looked at when it computes many tokens at once, and else only in steps in which a block
+of it may end: most of those that decode are not touched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd
+from sys import maxsize
+from typing import Any
+
+from engine_adapter.vllm_lookup import Suppressed
+from engine_adapter.vllm_orders import BlockOrder, Lane
+from engine_adapter.vllm_requests import NOT_TOLD, Tracked
+from kvstore.fingerprint import Chain
+
+SAVES_MAX = 4
+"""Requests a step whose blocks are saved: those that compute many tokens, then those that decode,
+at least one of them. The others wait their turn: their blocks stay theirs while they run."""
+NULL_BLOCK = 0
+"""vLLM's place holder for blocks that left a sliding window."""
+
+BlockIdsOf = Callable[[str], Sequence[Sequence[int]] | None]
+"""A request's block ids, a list a KV group."""
+
+
+class SavePlan:
+    """`requests`: those that run or will, by id."""
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        requests: Mapping[str, Tracked],
+        suppressed: Suppressed,
+        wants_events: bool,
+    ) -> None:
+        self._lanes = tuple(lanes)
+        self._requests = requests
+        self._suppressed = suppressed
+        self._wants_events = wants_events
+        self._step_tokens = gcd(*(lane.block_tokens for lane in lanes))
+        """Some lane's block may end at every multiple of it."""
+        has_windows = any(lane.window_tokens for lane in lanes)
+        self._saves_max = maxsize if has_windows else SAVES_MAX
+        """What leaves a window is gone after its step."""
+        self._step = 0
+        self._due: dict[int, list[Tracked]] = {}
+        """By step. An entry counts while `Tracked.due` says the same."""
+        self._overdue: deque[Tracked] = deque()
+        self._last: list[tuple[Tracked, int]] = []
+        """Requests saved in the step that was ordered last, and what they had saved before."""
+        self._next_number = 0
+        self._unstored: dict[int, tuple[Any, ...]] = {}
+        self._stored: list[tuple[Any, ...]] = []
+
+    def look_in(self, steps: int, tracked: Tracked) -> None:
+        """Nothing for a request whose prefix is not known, or that waits for it anew."""
+        if tracked.lookup is not None:
+            tracked.due = self._step + steps
+            self._due.setdefault(tracked.due, []).append(tracked)
+
+    def orders(
+        self, scheduled: Mapping[str, int], tokens: int, block_ids_of: BlockIdsOf, is_held: bool
+    ) -> list[BlockOrder]:
+        """`scheduled`: tokens computed in this step, by request, `tokens` in all. `is_held`:
+        nothing may be saved in this one."""
+        self._step += 1
+        self._last.clear()
+        saves: list[BlockOrder] = []
+        for tracked in self._looked_at(scheduled, tokens):
+            count = scheduled.get(tracked.request.request_id, 0)
+            computed = tracked.request.num_computed_tokens + count
+            if count and computed >= tracked.save_from and not is_held:
+                self._save(tracked, computed, block_ids_of, saves)
+            self.look_in(max(tracked.save_from - computed, 1), tracked)
+        return saves
+
+    def _looked_at(self, scheduled: Mapping[str, int], tokens: int) -> list[Tracked]:
+        chosen: list[Tracked] = []
+        if tokens > len(scheduled):
+            names = [request_id for request_id, count in scheduled.items() if count > 1]
+            chosen = [one for one in map(self._requests.get, names) if one is not None]
+            for tracked in chosen:
+                tracked.due = 0
+        overdue, step = self._overdue, self._step
+        overdue.extend(self._due.pop(step, ()))
+        saves_max = max(self._saves_max, len(chosen) + 1)
+        while overdue and len(chosen) < saves_max:
+            tracked = overdue.popleft()
+            if 0 < tracked.due <= step:
+                chosen.append(tracked)
+        return chosen
+
+    def _save(
+        self,
+        tracked: Tracked,
+        computed: int,
+        block_ids_of: BlockIdsOf,
+        saves: list[BlockOrder],
+    ) -> None:
+        """Order what this step completes of a request, once the lookup told what is stored."""
+        saved = tracked.saved_tokens
+        if saved == NOT_TOLD:
+            if not tracked.take_lookup():
+                return
+            saved = tracked.saved_tokens
+        request = tracked.request
+        computed = min(computed, request.num_tokens)
+        ids = block_ids_of(request.request_id) if computed > saved else None
+        if ids is None:
+            return
+        tracked.name_computed(computed)
+        for index, lane in enumerate(self._lanes):
+            size = lane.layout.block_tokens
+            chain, table = tracked.chains[index], ids[lane.group]
+            first = saved // size
+            for order in orders_of(index, lane, chain, table, first, computed // size):
+                order.number = self._next_number = self._next_number + 1
+                saves.append(order)
+                self._suppressed.lift(order.joined)
+                if self._wants_events and lane.rank == 0:
+                    self._unstored[order.number] = (request, lane, first, order)
+        self._last.append((tracked, saved))
+        tracked.saved_tokens = computed
+        tracked.save_from = computed - computed % self._step_tokens + self._step_tokens
+
+    def lost(self) -> None:
+        """The last step's saves count for nothing."""
+        for tracked, before in self._last:
+            if tracked.saved_tokens != NOT_TOLD:
+                tracked.saved_tokens = tracked.save_from = min(tracked.saved_tokens, before)
+                self.look_in(1, tracked)
+
+    # ------------------------------------------------------------------ events
+
+    def stored(self, found: Mapping[int, int]) -> None:
+        """Number of an order -> leading blocks of it that are stored."""
+        for number, stored in found.items():
+            event = self._unstored.pop(number, None)
+            if event is not None and stored:
+                self._stored.append((*event, stored))
+
+    def take_stored(self) -> list[tuple[Any, ...]]:
+        """(request, lane, first block, order, leading blocks stored) since the last call."""
+        stored, self._stored = self._stored, []
+        return stored
+
+    def forget(self) -> None:
+        """What is not stored yet will not be."""
+        self._unstored.clear()
+
+
+def orders_of(
+    number: int, lane: Lane, chain: Chain, ids: Sequence[int], begin: int, end: int
+) -> list[BlockOrder]:
+    """Blocks [begin, end) of a request's table, without those that a window has left behind."""
+    end = min(end, len(ids), len(chain))
+    if not lane.window_tokens:
+        return [BlockOrder.of(number, chain, ids, begin, end)] if begin < end else []
+    orders: list[BlockOrder] = []
+    while begin < end:
+        if ids[begin] == NULL_BLOCK:
+            begin += 1
+            continue
+        stop = begin + 1
+        while stop < end and ids[stop] != NULL_BLOCK:
+            stop += 1
+        orders.append(BlockOrder.of(number, chain, ids, begin, stop))
+        begin = stop
+    return orders
