@@ -123,7 +123,8 @@ class EngineProcess:
 
     def hooks(self) -> dict[str, Any]:
         """Processor seconds a step since the last call: `scheduler` and `worker` lists, `steps`
-        seconds, `idle` for steps that computed nothing."""
+        seconds, `collected` where Python's collector ran inside a hook, `idle` for steps that
+        computed nothing."""
         reply: dict[str, Any] = self.ask("hooks")
         return reply
 
@@ -137,12 +138,14 @@ class _Watch:
     def __init__(self, engine: Any) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        self.rows: list[tuple[float, float, float, bool]] = []
+        self.rows: list[tuple[float, float, float, bool, bool]] = []
         self._now: dict[str, float] = defaultdict(float)
+        self._in_hook = False
         core = engine.core
         self._wrap(core.scheduler.connector, SCHEDULER_HOOKS, "scheduler")
         self._wrap(get_kv_transfer_group(), WORKER_HOOKS, "worker")
         step = core.step_fn
+        gc.callbacks.append(self._collects)
 
         def watched() -> Any:
             began = time.perf_counter()
@@ -151,7 +154,10 @@ class _Watch:
             seconds = time.perf_counter() - began
             now = self._now
             if computed or not now["asked"]:  # empty steps that only wait are of interest
-                self.rows.append((now["scheduler"], now["worker"], seconds, computed))
+                was_collected = bool(now["collected"])
+                self.rows.append(
+                    (now["scheduler"], now["worker"], seconds, computed, was_collected)
+                )
             now.clear()
             return result
 
@@ -164,14 +170,20 @@ class _Watch:
             def timed(*arguments: Any, _hook: Any = hook, _name: str = name, **more: Any) -> Any:
                 # The clock is a system call: dear where those are, and not the hook's doing.
                 clock = time.thread_time()
+                self._in_hook = True
                 began = time.thread_time()
                 try:
                     return _hook(*arguments, **more)
                 finally:
+                    self._in_hook = False
                     self._now[side] += time.thread_time() - began - (began - clock)
                     self._now["asked"] += _name in ASKING
 
             setattr(connector, name, timed)
+
+    def _collects(self, phase: str, _: dict[str, int]) -> None:
+        """What it looks at is mostly the engine's."""
+        self._now["collected"] += self._in_hook and phase == "start"
 
     def take(self) -> dict[str, Any]:
         rows, self.rows = self.rows, []
@@ -181,6 +193,7 @@ class _Watch:
             "scheduler": [row[0] for row in busy],
             "worker": [row[1] for row in busy],
             "steps": [row[2] for row in busy],
+            "collected": [row[4] for row in busy],
             "idle": [row[0] + row[1] for row in idle],
         }
 

@@ -16,6 +16,8 @@ from bench.harness import Bar, Context, Part, Reading, pairs, spread
 from bench.vllm_child import DTYPE, EngineProcess
 
 PROMPTS = 64
+PAIRED = 16
+"""Prompts a turn where both engines take turns: the shorter, the more alike is what both meet."""
 TOKENS = 500
 NEW_TOKENS = 16
 HIT_TOKENS = 1900
@@ -29,10 +31,10 @@ DAEMON = {"host.bytes": "1GiB", "nvme.enabled": "false"}
 OPTIONS = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 2048, "dtype": DTYPE}
 
 
-def _fresh(turn: int, salt: int) -> list[tuple[int, int]]:
+def _fresh(turn: int, count: int) -> list[tuple[int, int]]:
     """Prompts that nobody sent before."""
-    first = 1_000_000 * salt + 1000 * turn
-    return [(first + at, TOKENS) for at in range(PROMPTS)]
+    first = 1_000_000 * count + 1000 * turn
+    return [(first + at, TOKENS) for at in range(count)]
 
 
 def _measure(context: Context) -> Iterator[Reading]:
@@ -47,13 +49,14 @@ def _measure(context: Context) -> Iterator[Reading]:
         on = stack.enter_context(
             EngineProcess(model, daemon.socket, extra={"layerwise": "never"}, **OPTIONS)
         )
-        on.hooks()
         found = pairs(
-            context.several(7, 2),
-            lambda turn: off.run(_fresh(turn, 1), NEW_TOKENS)["seconds"],
-            lambda turn: on.run(_fresh(turn, 1), NEW_TOKENS)["seconds"],
-            warm_up=1,
+            context.several(24, 4),
+            lambda turn: off.run(_fresh(turn, PAIRED), NEW_TOKENS)["seconds"],
+            lambda turn: on.run(_fresh(turn, PAIRED), NEW_TOKENS)["seconds"],
         )
+        on.hooks()
+        for turn in range(context.several(6, 2)):
+            on.run(_fresh(turn, PROMPTS), NEW_TOKENS)
         seen = on.hooks()
         inside = sum(seen["scheduler"]) + sum(seen["worker"])
         share = inside / sum(seen["steps"])
@@ -68,14 +71,18 @@ def _measure(context: Context) -> Iterator[Reading]:
         yield Reading(
             "miss_overhead",
             float(np.median(throughput)),
-            f"{setting}: throughput on ÷ off, {spread(throughput)} of {len(throughput)} pairs",
+            f"{PAIRED} at a time: throughput on ÷ off, {spread(throughput)} of "
+            f"{len(throughput)} pairs",
         )
         hooks = [second * 1e6 for second in seen["scheduler"]]
+        both = zip(hooks, seen["collected"], strict=True)
+        quiet = [value for value, is_collected in both if not is_collected]
         yield Reading(
             "scheduler_hook_us_p99",
             float(np.percentile(hooks, 99)),
-            f"P50 {np.percentile(hooks, 50):.3g}, P99.9 {np.percentile(hooks, 99.9):.3g}, "
-            f"{len(hooks)} steps, {PROMPTS} requests queued at once",
+            f"P50 {np.percentile(hooks, 50):.3g}, {len(hooks)} steps, {PROMPTS} requests queued at "
+            f"once; in {sum(seen['collected'])} a collection of Python's fell into a hook, without "
+            f"those P99 {np.percentile(quiet, 99):.3g}",
         )
         on.slow_loads(0.05)
         seen["idle"].clear()

@@ -56,7 +56,7 @@ SUITE = Suite(
         ),
         vllm_cost.PART,
         *vllm_hits.PARTS,
-        *vllm_serve.PARTS,
+        vllm_serve.PART,
         vllm_chaos.PART,
     ],
 )

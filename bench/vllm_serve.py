@@ -2,7 +2,7 @@
 
 Primitives:
   `Server`   one server process on loopback; `complete`, `stream`, `counter`
-  `PARTS`    a workload each: every prompt begins like an earlier one, half of them do, none does
+  `PART`     three workloads: every prompt begins like an earlier one, half of them do, none does
   `draw`     the plot of what was measured last (`python -m bench.vllm_serve FILE.svg`)
 
 Both servers live side by side and take turns, round by round, so that a busy machine is equally
@@ -37,14 +37,19 @@ GEMMA = OUT / "models" / "gemma3-270m"
 FOUND = OUT / "vllm_serve.json"
 START_SECONDS_MAX = 420.0
 ANSWER_SECONDS_MAX = 120.0
-PREFIXES = 8
+PREFIXES = 4
 """Requests of a round, a prefix each."""
-PREFIX_TOKENS, TAIL_TOKENS, NEW_TOKENS = 1024, 40, 24
+PREFIX_TOKENS, TAIL_TOKENS, NEW_TOKENS = 512, 40, 16
 CLIENTS = 2
 OPTIONS = (
-    *("--dtype", DTYPE, "--block-size", "128", "--max-model-len", "2048"),
-    *("--kv-cache-memory-bytes", str(128 << 20), "--no-disable-hybrid-kv-cache-manager"),
+    *("--dtype", DTYPE, "--block-size", "128", "--max-model-len", "640"),
+    *("--kv-cache-memory-bytes", str(56 << 20), "--no-disable-hybrid-kv-cache-manager"),
 )
+BARS = {
+    "shared": Bar("serve_shared_ttft_p50", "ratio", at_most=0.4),
+    "mixed": Bar("serve_mixed_ttft_p50", "ratio", at_most=1.05),
+    "none": Bar("serve_none_outside", "ratios", at_most=0),
+}
 DAEMON = {"host.bytes": "1GiB", "nvme.enabled": "false"}
 QUANTILES = (50, 95, 99)
 Row = dict[str, float]
@@ -190,15 +195,49 @@ def _row(rounds: Sequence[tuple[float, list[list[float]]]]) -> Row:
     return row
 
 
-def _compare(context: Context, kind: str) -> dict[str, Any]:
+def _compare(context: Context, servers: dict[str, Server], kind: str) -> dict[str, Any]:
     """{"on": row, "off": row, "ratio": row, "low": row, "high": row} over all rounds; low and high
     are the quartiles of the rounds' own ratios."""
+    rounds: dict[str, list[tuple[float, list[list[float]]]]] = {"on": [], "off": []}
+    counters = [f"vllm:{name}_total" for name in ("kvstore_loaded_tokens", "prefix_cache_hits")]
+    before = {name: [server.counter(one) for one in counters] for name, server in servers.items()}
+    for turn in range(-2, context.several(4, 1)):  # twice to store, and to meet all shapes
+        context.step(f"{kind}: round {turn}")
+        for name in sorted(servers, reverse=turn % 2 == 0):
+            seen = _round(servers[name], kind, turn)
+            if turn >= 0:
+                rounds[name].append(seen)
+    on, off = _row(rounds["on"]), _row(rounds["off"])
+    each = [
+        {name: a[name] / b[name] for name in on}
+        for a, b in zip(map(_single, rounds["on"]), map(_single, rounds["off"]), strict=True)
+    ]
+    quartiles = {name: np.percentile([one[name] for one in each], [25, 75]) for name in on}
+    hits = {
+        f"{name}_{one}": server.counter(one) - before[name][at]
+        for name, server in servers.items()
+        for at, one in enumerate(counters)
+    }
+    return {
+        "on": on,
+        "off": off,
+        "ratio": {name: on[name] / off[name] for name in on},
+        "low": {name: float(pair[0]) for name, pair in quartiles.items()},
+        "high": {name: float(pair[1]) for name, pair in quartiles.items()},
+        "requests": PREFIXES * len(each),
+        "tokens": hits,
+    }
+
+
+def _single(one: tuple[float, list[list[float]]]) -> Row:
+    return _row([one])
+
+
+def _measure(context: Context) -> Iterator[Reading]:
     if not (GEMMA / "config.json").exists():
         raise RuntimeError(f"{GEMMA} is missing; `make demo` converts the model")
-    folder = context.folder(f"serve-{kind}")
-    rounds: dict[str, list[tuple[float, list[list[float]]]]] = {"on": [], "off": []}
     with ExitStack() as stack:
-        daemon = stack.enter_context(DaemonProcess(folder, DAEMON))
+        daemon = stack.enter_context(DaemonProcess(context.folder("serve"), DAEMON))
         sockets = {"on": Path(daemon.socket), "off": None}
         servers = {
             name: stack.enter_context(Server(GEMMA, path, OUT / f"serve-{name}.log", *OPTIONS))
@@ -209,59 +248,27 @@ def _compare(context: Context, kind: str) -> dict[str, Any]:
             if time.monotonic() > until:
                 raise TimeoutError(f"not serving after {START_SECONDS_MAX} s, see {OUT}")
             time.sleep(0.5)
-        for turn in range(-2, context.several(4, 2)):  # twice to store, and to meet all shapes
-            for name in sorted(servers, reverse=turn % 2 == 0):
-                seen = _round(servers[name], kind, turn)
-                if turn >= 0:
-                    rounds[name].append(seen)
-        loaded = servers["on"].counter("vllm:kvstore_loaded_tokens_total")
-    on, off = _row(rounds["on"]), _row(rounds["off"])
-    each = [
-        {name: a[name] / b[name] for name in on}
-        for a, b in zip(map(_single, rounds["on"]), map(_single, rounds["off"]), strict=True)
-    ]
-    quartiles = {name: np.percentile([one[name] for one in each], [25, 75]) for name in on}
-    return {
-        "on": on,
-        "off": off,
-        "ratio": {name: on[name] / off[name] for name in on},
-        "low": {name: float(pair[0]) for name, pair in quartiles.items()},
-        "high": {name: float(pair[1]) for name, pair in quartiles.items()},
-        "requests": PREFIXES * len(each),
-        "loaded_tokens": loaded,
-    }
+        for kind, bar in BARS.items():
+            if context.wants(bar.name):
+                yield _reading(kind, _compare(context, servers, kind))
 
 
-def _single(one: tuple[float, list[list[float]]]) -> Row:
-    return _row([one])
-
-
-def _measure(context: Context, kind: str) -> Iterator[Reading]:
-    found = _compare(context, kind)
+def _reading(kind: str, found: dict[str, Any]) -> Reading:
     known = json.loads(FOUND.read_text()) if FOUND.exists() else {}
     FOUND.write_text(json.dumps({**known, kind: found}, indent=1) + "\n")
     ratio, low, high = found["ratio"], found["low"], found["high"]
     note = f"{found['requests']} requests a server, {CLIENTS} clients; " + ", ".join(
         f"{name} {ratio[name]:.3g} ({low[name]:.3g}..{high[name]:.3g})" for name in ratio
     )
-    if kind == "none":
-        outside = sum(
-            not (0.95 <= ratio[name] <= 1.05 or low[name] <= 1 <= high[name]) for name in ratio
-        )
-        yield Reading("serve_none_outside", outside, f"of {len(ratio)} ratios: {note}")
-    else:
-        yield Reading(f"serve_{kind}_ttft_p50", ratio["ttft_p50"], note)
+    if kind != "none":
+        return Reading(BARS[kind].name, ratio["ttft_p50"], note)
+    outside = sum(
+        not (0.95 <= ratio[name] <= 1.05 or low[name] <= 1 <= high[name]) for name in ratio
+    )
+    return Reading(BARS[kind].name, outside, f"of {len(ratio)} ratios: {note}")
 
 
-def _part(kind: str, bar: Bar) -> Part:
-    return Part(f"vllm serve, {kind}", (bar,), lambda context: _measure(context, kind))
-
-
-PARTS = (
-    _part("shared", Bar("serve_shared_ttft_p50", "ratio", at_most=0.4)),
-    _part("mixed", Bar("serve_mixed_ttft_p50", "ratio", at_most=1.05)),
-    _part("none", Bar("serve_none_outside", "ratios", at_most=0)),
-)
+PART = Part("vllm serve on Gemma 3 270M", tuple(BARS.values()), _measure)
 
 
 def draw(path: Path) -> None:
