@@ -5,7 +5,8 @@
   `engine_adapter.vllm_tier`      vLLM: a tier below its own offloading
 
 vLLM's connector, without vLLM (`vllm` itself only hands on):
-  `vllm_scheduler`, `vllm_lookup`, `vllm_requests`   what to load and save, and when to say no
+  `vllm_scheduler`, `vllm_lookup`, `vllm_requests`   what to load, and when to say no
+  `vllm_saves`                                       what to save
   `vllm_worker`, `vllm_mover`                        blocks between the engine and the store
   `vllm_host`, `vllm_device`                         in memory; on a GPU, by the transfer engine
   `vllm_blocks`, `vllm_target`, `vllm_hold`          where blocks lie; who keeps them meanwhile
