@@ -1,6 +1,6 @@
 """Small array operations that numpy has only in slower or heavier form. Pure.
 
-Primitives: `distinct`, `count_at`.
+Primitives: `distinct`, `is_unique`, `count_at`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ def distinct(numbers: NDArray[_N]) -> NDArray[_N]:
     is_first = np.ones(ordered.size, np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
     return ordered[is_first]
+
+
+def is_unique(numbers: NDArray[np.integer]) -> bool:
+    """Whether no number occurs twice."""
+    if numbers.size < 2:
+        return True
+    ordered = np.sort(numbers)
+    return not np.count_nonzero(ordered[1:] == ordered[:-1])
 
 
 def count_at(counts: NDArray[np.int32], indexes: NDArray[np.integer], change: int) -> None:

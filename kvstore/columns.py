@@ -7,13 +7,13 @@ Pure numpy and dicts; knows nothing of leases, policy or time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arrays import count_at
+from kvstore.arrays import count_at, is_unique
 from kvstore.errors import InvalidRequest, InvariantViolated, check
 from kvstore.types import FINGERPRINT_BYTES, PARTS_MAX, ByteArray, IntArray, ReplicaState
 
@@ -72,9 +72,11 @@ class Names:
             shards[name[0] % _SHARDS][name] = row
         check(len(self) == before + len(names), "a block has one row", names=len(names))
 
-    def remove(self, name: bytes) -> None:
-        """Forget a known name."""
-        del self._shards[name[0] % _SHARDS][name]
+    def remove_many(self, names: Sequence[bytes]) -> None:
+        """Forget known names."""
+        shards = self._shards
+        for name in names:
+            del shards[name[0] % _SHARDS][name]
 
 
 class SlotMap:
@@ -188,6 +190,22 @@ class Family:
         self._next = grown(self._next, capacity, end, ABSENT_ROW)
         self._previous = grown(self._previous, capacity, end, ABSENT_ROW)
 
+    def join_chain(self, rows: IntArray, parent: int) -> None:
+        """Free rows become a chain: the first a child of `parent`, each other of the one before."""
+        if not rows.size:
+            return
+        before, after = rows[:-1], rows[1:]
+        self.parent[after], self._first[before], self.children[before] = before, after, 1
+        first = int(rows[0])
+        self.parent[first] = parent
+        if parent >= 0:
+            sibling = int(self._first[parent])
+            self._next[first] = sibling
+            if sibling >= 0:
+                self._previous[sibling] = first
+            self._first[parent] = first
+            self.children[parent] += 1
+
     def join_many(self, rows: IntArray, parents: IntArray) -> None:
         """Free rows become children of live rows, of each other, or (ABSENT_ROW) of nobody."""
         self.parent[rows] = parents
@@ -205,23 +223,30 @@ class Family:
         self._first[parent[is_first]] = child[is_first]
         count_at(self.children, parent, 1)
 
-    def leave(self, row: int) -> int:
-        """A childless row is free; returns the parent it had."""
+    def remove_if(self, rows: list[int], is_free: Callable[[int], bool]) -> list[int]:
+        """Free childless rows, and parents that are childless then, as far as `is_free` says so of
+        each; returns them.
+        """
         # Numbers one by one come out of these in a third of an array's time.
-        parents, first = self.parent.data, self._first.data
+        parents, first, children = self.parent.data, self._first.data, self.children.data
         following, previous = self._next.data, self._previous.data
-        parent, before, after = parents[row], previous[row], following[row]
-        if after >= 0:
-            previous[after] = before
-        if before >= 0:
-            following[before] = after
-        elif parent >= 0:
-            first[parent] = after
-        if parent >= 0:
-            self.children[parent] -= 1
-        parents[row] = FREE_ROW
-        following[row] = previous[row] = ABSENT_ROW
-        return int(parent)
+        gone = []
+        for row in rows:
+            while row >= 0 and parents[row] != FREE_ROW and not children[row] and is_free(row):
+                gone.append(row)
+                parent, before, after = parents[row], previous[row], following[row]
+                if after >= 0:
+                    previous[after] = before
+                if before >= 0:
+                    following[before] = after
+                elif parent >= 0:
+                    first[parent] = after
+                if parent >= 0:
+                    children[parent] -= 1
+                parents[row] = FREE_ROW
+                following[row] = previous[row] = ABSENT_ROW
+                row = parent
+        return gone
 
     def children_of(self, row: int) -> list[int]:
         """Child rows."""
@@ -270,11 +295,3 @@ def grown(column: NDArray[_T], capacity: int, end: int, rest: int = 0) -> NDArra
     if rest:
         larger[end:] = rest
     return larger
-
-
-def is_unique(numbers: IntArray) -> bool:
-    """Whether no number occurs twice."""
-    if numbers.size < 2:
-        return True
-    ordered = np.sort(numbers)
-    return not np.count_nonzero(ordered[1:] == ordered[:-1])

@@ -20,8 +20,7 @@ from concurrent.futures import Executor
 
 import numpy as np
 
-from kvstore.arrays import distinct
-from kvstore.columns import is_unique
+from kvstore.arrays import distinct, is_unique
 from kvstore.errors import DataError, Unavailable, check
 from kvstore.matching import GroupMatch
 from kvstore.namespaces import Namespace

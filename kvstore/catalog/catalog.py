@@ -165,12 +165,13 @@ class Catalog:
         self._check_parent(parent)
         count = len(fingerprints) // FINGERPRINT_BYTES
         rows = np.array(self._take_rows(count), np.int64)
-        parents = np.full(count, ABSENT_ROW, np.int64)
+        depths = np.arange(depth, depth + count)
+        self._fill(rows, fingerprints, namespace, clear_count, depths, length)
         if is_linked:
-            parents[:1] = parent
-            parents[1:] = rows[:-1]
-        columns = (namespace, clear_count, depth + np.arange(count), length)
-        return self._fill(rows, fingerprints, parents, *columns)
+            self._family.join_chain(rows, parent)
+        else:
+            self._family.parent[rows] = ABSENT_ROW
+        return rows
 
     def add_many(
         self,
@@ -192,7 +193,9 @@ class Catalog:
         rows = np.array(self._take_rows(positions.size), np.int64)
         parents = np.where(positions >= 0, rows[positions], ABSENT_ROW)
         columns = (namespaces, clear_counts, depths, lengths)
-        return self._fill(rows, fingerprints.tobytes(), parents, *columns)
+        self._fill(rows, fingerprints.tobytes(), *columns)
+        self._family.join_many(rows, parents)
+        return rows
 
     # ------------------------------------------------------------ replicas
 
@@ -228,19 +231,16 @@ class Catalog:
     def remove_if_bare(self, rows: IntArray | int) -> int:
         """Remove the rows that nothing keeps, and parents kept only for them; returns how many."""
         rows = np.atleast_1d(np.asarray(rows, np.int64))
-        bare = (self.host_state[rows] == _ABSENT) & (self.nvme_state[rows] == _ABSENT)
-        bare &= (self.children[rows] == 0) & (self.leases[rows] == 0) & (self.pins[rows] == 0)
-        parent, children = self.parent.data, self.children.data
         host, nvme = self.host_state.data, self.nvme_state.data
         leases, pins = self.leases.data, self.pins.data
-        removed = 0
-        for row in rows[bare].tolist():
-            while row >= 0 and parent[row] != FREE_ROW:
-                if children[row] or host[row] or nvme[row] or leases[row] or pins[row]:
-                    break
-                row = self._remove(row)
-                removed += 1
-        return removed
+        gone = self._family.remove_if(
+            rows.tolist(), lambda row: not (host[row] or nvme[row] or leases[row] or pins[row])
+        )
+        if gone:
+            self._names.remove_many(split_names(self.fingerprints[gone].tobytes()))
+            self._free_rows += gone
+            self._changes += 1
+        return len(gone)
 
     # ------------------------------------------------------------ family
 
@@ -321,12 +321,12 @@ class Catalog:
         self,
         rows: IntArray,
         names: bytes,
-        parents: IntArray,
         namespaces: Numbers,
         clear_counts: Numbers,
         depths: Numbers,
         lengths: Numbers,
-    ) -> IntArray:
+    ) -> None:
+        """Names and columns of free rows; who follows whom is the caller's to say."""
         self._names.insert_many(split_names(names), rows.tolist())
         self._clear(rows)
         self.fingerprints[rows] = np.frombuffer(names, np.uint8).reshape(-1, FINGERPRINT_BYTES)
@@ -334,8 +334,6 @@ class Catalog:
         self.clear_count[rows] = clear_counts
         self.depth[rows] = depths
         self.length[rows] = lengths
-        self._family.join_many(rows, parents)
-        return rows
 
     def _grow(self, rows: int) -> None:
         capacity = len(self.parent)
@@ -356,10 +354,3 @@ class Catalog:
         self.host_state, self.host_slot = self._host.state, self._host.slot
         self.nvme_state, self.nvme_slot = self._nvme.state, self._nvme.slot
         self.host_children, self.nvme_children = self._host.children, self._nvme.children
-
-    def _remove(self, row: int) -> int:
-        """Take a bare row out; returns its parent."""
-        self._names.remove(self.fingerprints[row].tobytes())
-        self._free_rows.append(row)
-        self._changes += 1
-        return self._family.leave(row)

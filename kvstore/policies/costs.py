@@ -23,13 +23,14 @@ class BlockCosts:
         self._first: FloatArray = np.zeros(0)
         self._each: FloatArray = np.zeros(0)
         self._is_known: BoolArray = np.zeros(0, np.bool_)
+        self._beliefs: tuple[list[float], list[float], list[bool]] = ([], [], [])
         self._byte_seconds: dict[Tier, float] = {}
         self.refresh()
 
     def refresh(self) -> bool:
         """Take the beliefs as they are now; whether they are others than before."""
         known = int(np.count_nonzero(self.block_tokens))
-        before = (self._first.tolist(), self._each.tolist(), self._is_known.tolist())
+        before = self._beliefs
         self._first, self._each = np.zeros((2, known))
         self._is_known = np.array([self._costs.is_calibrated(at) for at in range(known)], np.bool_)
         for index, tokens in enumerate(self.block_tokens[:known].astype(np.float64).tolist()):
@@ -40,15 +41,16 @@ class BlockCosts:
         for tier in (Tier.HOST, Tier.NVME):
             link = self._costs.link(tier)
             self._byte_seconds[tier] = link.seconds_per_byte + link.decode_seconds_per_byte
-        return before != (self._first.tolist(), self._each.tolist(), self._is_known.tolist())
+        self._beliefs = (self._first.tolist(), self._each.tolist(), self._is_known.tolist())
+        return before != self._beliefs
 
     def recompute_seconds(self, rows: IntArray) -> FloatArray:
         """To prefill each block, its prefix being there, float64[n]."""
         namespaces, depths = self._catalog.namespace[rows], self._catalog.depth[rows]
-        if namespaces.max(initial=0) >= self._first.size:
+        if namespaces.size and namespaces.max() >= self._first.size:
             self.refresh()  # one was declared since
-        seconds = self._first[namespaces] + self._each[namespaces] * depths
-        if self._is_known.all():
+        seconds: FloatArray = self._first[namespaces] + self._each[namespaces] * depths
+        if False not in self._beliefs[2]:
             return seconds
         # Nobody is advised against keeping what nobody has measured: its guess is beside a load.
         unknown = np.where(self._is_known[namespaces], 0.0, self.bytes(rows))

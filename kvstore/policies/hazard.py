@@ -52,15 +52,21 @@ class Intervals:
         self.ends: FloatArray = np.zeros((classes, BUCKETS))
         self.rests: FloatArray = np.zeros((classes, BUCKETS))
 
-    def add(self, classes: IntArray, ages: FloatArray) -> FloatArray:
-        """Intervals that ended, or have lasted until now; how many in each class and bucket."""
+    def add(
+        self, classes: IntArray, ages: FloatArray, counts: FloatArray | float = 1.0
+    ) -> FloatArray:
+        """Intervals that ended, or have lasted until now; how many in each class and bucket.
+
+        `counts`: how many each entry stands for.
+        """
         buckets = buckets_of(ages)
         flat = classes * BUCKETS + buckets
-        rests = np.clip(ages - _LOW[buckets], 0.0, _WIDTHS[buckets])
+        rests = np.clip(ages - _LOW[buckets], 0.0, _WIDTHS[buckets]) * counts
         shape, size = self.ends.shape, self.ends.size
-        added = np.bincount(flat, minlength=size).reshape(shape).astype(np.float64)
+        weights = None if isinstance(counts, float) else counts
+        added = np.bincount(flat, weights, size).reshape(shape).astype(np.float64)
         self.ends += added
-        self.rests += np.bincount(flat, weights=rests, minlength=size).reshape(shape)
+        self.rests += np.bincount(flat, rests, size).reshape(shape)
         return added
 
     def grow(self, classes: int) -> None:
@@ -105,9 +111,9 @@ class Hazard:
         self._ended.grow(groups.size)
         self.fit(Intervals(groups.size))
 
-    def closed(self, classes: IntArray, ages: FloatArray) -> None:
+    def closed(self, classes: IntArray, ages: FloatArray, counts: FloatArray | float = 1.0) -> None:
         """Intervals that a use ended."""
-        self._uses += self._ended.add(classes, ages)
+        self._uses += self._ended.add(classes, ages, counts)
 
     def cut(self, classes: IntArray, ages: FloatArray) -> None:
         """Intervals of which nothing more will be known."""
@@ -120,7 +126,7 @@ class Hazard:
 
     def index(self, classes: IntArray, ages: FloatArray) -> FloatArray:
         """Uses a second to expect at best, float64[n]."""
-        return self._index[self._groups[classes], buckets_of(ages)]
+        return self._index.take(self._groups[classes] * BUCKETS + buckets_of(ages))
 
     def chance(self, classes: IntArray, ages: FloatArray, seconds: float) -> FloatArray:
         """Probability of a use within `seconds` from now, float64[n]."""

@@ -8,10 +8,13 @@ millisecond.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.catalog import Catalog
+from kvstore.columns import grown
 from kvstore.policies.costs import BlockCosts
 from kvstore.policies.ghosts import Ghosts, Remembered, keys_of
 from kvstore.policies.hazard import Hazard, Intervals
@@ -19,10 +22,13 @@ from kvstore.policies.shadow import Shadow
 from kvstore.types import FloatArray, IntArray
 
 USE_CLASSES = 4
-_USE_CLASS = np.array([0, 1, 2, 2, 3])
+_USE_CLASS: IntArray = np.array([0, 1, 2, 2, 3, 3, 3, 3])
 """Class by uses after the first: used once, twice, 3 or 4 times, more often."""
-_BATCH = 2048
-"""Uses that the curves see at once."""
+_USES = len(_USE_CLASS)
+_ONE_MORE = np.array([1, 2, 3, 4, 5, 6, 7, 7], np.uint16)
+_BATCHES = 8
+_BATCH_MAX = 2048
+"""Uses are learnt from so many times in a window of the shadow, and this many at once at most."""
 _SWEEP = 16384
 """Entries looked at in one go."""
 _FIRST_FIT_TOUCHES = 1024
@@ -34,21 +40,37 @@ _GHOSTS_MORE = 1.25
 """Room for so many more when there is too little."""
 
 
-def use_class(uses: NDArray[np.integer]) -> IntArray:
-    """Class of blocks by their uses after the first, int64[n]."""
-    found: IntArray = _USE_CLASS[np.minimum(uses, 4)]
-    return found
+def mark(uses: NDArray[np.integer], shape: int) -> NDArray[np.uint16]:
+    """What is kept of blocks: uses after the first, up to 7, and the shape of their request."""
+    marks: NDArray[np.uint16] = np.minimum(uses, _USES - 1).astype(np.uint16)
+    return marks + np.uint16(shape * _USES)
 
 
-def _renamed(classes: NDArray[np.uint16], uses: NDArray[np.integer]) -> IntArray:
-    """The same shapes with other uses."""
-    renamed: IntArray = classes.astype(np.int64) // USE_CLASSES * USE_CLASSES + use_class(uses)
-    return renamed
+def used_again(marks: NDArray[np.uint16], shape: int) -> NDArray[np.uint16]:
+    """Marks after one more use, by a request of this shape."""
+    return _ONE_MORE.take(marks & (_USES - 1)) + np.uint16(shape * _USES)
+
+
+def classes_of(marks: NDArray[np.uint16]) -> IntArray:
+    """Class numbers int64[n]: of the uses, USE_CLASSES of them for each shape."""
+    return (marks >> 3) * USE_CLASSES + _USE_CLASS.take(marks & (_USES - 1))
+
+
+class _Note(NamedTuple):
+    """Blocks used by one request as they were before, int, float64 and float64 [n]."""
+
+    now: float
+    held: bool
+    marks: NDArray[np.uint16]
+    last_use: FloatArray
+    """Minus infinity: never."""
+    seconds: FloatArray
+    """Of prefill."""
 
 
 class Learner:
-    """`classes` u16[rows], the policy's, and `density` f32[rows] (prefill seconds a byte) are kept
-    as long as the catalog's columns.
+    """`marks` u16[rows] and `density` f32[rows] (prefill seconds a byte) are kept as long as the
+    catalog's columns.
     """
 
     def __init__(self, catalog: Catalog, costs: BlockCosts, groups: IntArray) -> None:
@@ -58,12 +80,11 @@ class Learner:
         self.hazard = Hazard(groups)
         self.ghosts = Ghosts()
         self.shadow = Shadow()
-        self.classes: NDArray[np.uint16] = np.zeros(0, np.uint16)
+        self.marks: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self.density: NDArray[np.float32] = np.zeros(0, np.float32)
-        self._unlearnt: list[tuple[IntArray, FloatArray]] = []
-        """Classes and ages of blocks that were used."""
-        self._lost: list[tuple[IntArray, FloatArray]] = []
-        """The same of blocks that are forgotten."""
+        self._notes: list[_Note] = []
+        self._lost: list[tuple[NDArray[np.uint16], FloatArray]] = []
+        """Marks and ages of blocks that are forgotten."""
         self._waiting = 0
         self._touches = 0
         self._fit_at = _FIRST_FIT_TOUCHES
@@ -75,21 +96,19 @@ class Learner:
     def nbytes(self) -> int:
         open_now = 0 if self._still_open is None else self._still_open.nbytes
         tables = self.hazard.nbytes + self.ghosts.nbytes + open_now
-        return tables + self.classes.nbytes + self.density.nbytes
+        return tables + self.marks.nbytes + self.density.nbytes
 
     def follow_catalog(self) -> None:
         """Columns as long as the catalog's."""
         capacity = len(self._catalog.parent)
-        if len(self.classes) < capacity:
-            classes, density = self.classes, self.density
-            self.classes = np.zeros(capacity, np.uint16)
-            self.density = np.zeros(capacity, np.float32)
-            self.classes[: len(classes)] = classes
-            self.density[: len(density)] = density
+        if len(self.marks) < capacity:
+            end = len(self.marks)
+            self.marks = grown(self.marks, capacity, end)
+            self.density = grown(self.density, capacity, end)
 
     def price(self, rows: IntArray) -> None:
         """Their `density`, as costs are believed now."""
-        self.density[rows] = self._costs.recompute_seconds(rows) / self._costs.bytes(rows)
+        self.density[rows] = self._costs.recompute_seconds(rows) / self._catalog.length[rows]
 
     def grow(self, groups: IntArray) -> None:
         """More classes."""
@@ -98,63 +117,82 @@ class Learner:
 
     # ------------------------------------------------------------ told
 
-    def used(
-        self, last_use: FloatArray, classes: IntArray, seconds: FloatArray, now: float
-    ) -> None:
-        """Held blocks were used: when before, their class then, the prefill seconds saved."""
-        self.shadow.used(last_use, seconds, now, held=True)
-        self._note(self._unlearnt, classes, now - last_use)
-        self._went_on(last_use.size, now)
+    def used(self, rows: IntArray, marks: NDArray[np.uint16], now: float) -> None:
+        """Held blocks are used; their `last_use` still tells when they were before."""
+        self._note(rows, _Note(now, True, marks, self._catalog.last_use[rows], self._seconds(rows)))
 
-    def came(self, rows: IntArray, now: float) -> None:
-        """New rows; what a ghost remembers has been used once more, which its class shows."""
+    def came(self, rows: IntArray, marks: NDArray[np.uint16], now: float) -> None:
+        """New rows; what a ghost remembers has been used once more, which its mark shows."""
         catalog = self._catalog
+        last_use = np.full(rows.size, -np.inf)
         found, known = self.ghosts.take(keys_of(catalog, rows))
-        self.shadow.came(rows.size - found.size, now)
         if found.size:
             again = rows[found]
-            catalog.uses[again] = np.maximum(catalog.uses[again], known.uses + 1)
-            self.classes[again] = _renamed(self.classes[again], catalog.uses[again])
-            seconds = self.density[again].astype(np.float64) * catalog.length[again]
-            self.shadow.used(known.last_use, seconds, now, held=False)
-            classes: IntArray = use_class(known.uses) + USE_CLASSES * known.shapes
-            self._note(self._unlearnt, classes, now - known.last_use)
-        self._went_on(rows.size, now)
+            last_use[found], marks[found] = known.last_use, known.marks
+            uses = np.maximum(catalog.uses[again], (known.marks & (_USES - 1)) + 1)
+            catalog.uses[again] = uses
+            self.marks[again] = self.marks[again] // _USES * _USES + np.minimum(uses, _USES - 1)
+        self._note(rows, _Note(now, False, marks, last_use, self._seconds(rows)))
 
     def left(self, rows: IntArray, now: float) -> None:
         """The last replicas of rows leave; what is known of them stays a while."""
-        catalog = self._catalog
         self._make_room_for_ghosts(now)
-        shapes = self.classes[rows].astype(np.int64) // USE_CLASSES
-        known = Remembered(catalog.last_use[rows], catalog.uses[rows].astype(np.int64), shapes)
-        self._forget(self.ghosts.put(keys_of(catalog, rows), known), now)
+        known = Remembered(self._catalog.last_use[rows], self.marks[rows])
+        self._forget(self.ghosts.put(keys_of(self._catalog, rows), known), now)
 
-    def _note(
-        self, notes: list[tuple[IntArray, FloatArray]], classes: IntArray, ages: FloatArray
-    ) -> None:
-        notes.append((classes, ages))
-        self._waiting += ages.size
-        if self._waiting >= _BATCH:
+    def _seconds(self, rows: IntArray) -> FloatArray:
+        seconds: FloatArray = np.multiply(
+            self.density[rows], self._catalog.length[rows], dtype=np.float64
+        )
+        return seconds
+
+    def _note(self, rows: IntArray, note: _Note) -> None:
+        self._notes.append(note)
+        self._waiting += rows.size
+        self._touches += rows.size
+        if self._waiting >= min(self.shadow.window // _BATCHES, _BATCH_MAX):
             self._learn()
-
-    def _went_on(self, touches: int, now: float) -> None:
-        self._touches += touches
         if self._touches >= self._fit_at:
-            self._work(now)
+            self._work(note.now)
 
     def _learn(self) -> None:
-        for notes, learn in ((self._unlearnt, self.hazard.closed), (self._lost, self.hazard.cut)):
-            if notes:
-                classes, ages = map(np.concatenate, zip(*notes, strict=True))
-                learn(classes, ages)
-                notes.clear()
-        self._waiting = 0
+        if self._notes:
+            self._learn_uses(self._notes)
+        if self._lost:
+            lost, ages = map(np.concatenate, zip(*self._lost, strict=True))
+            self.hazard.cut(classes_of(lost), ages)
+        self._notes, self._lost, self._waiting = [], [], 0
+
+    def _learn_uses(self, notes: list[_Note]) -> None:
+        """By runs: neighbours in a chain are mostly alike, so that a request comes to a few."""
+        blocks = [note.marks.size for note in notes]
+        now = np.repeat([note.now for note in notes], blocks)
+        held = np.repeat([note.held for note in notes], blocks)
+        marks = np.concatenate([note.marks for note in notes])
+        last_use = np.concatenate([note.last_use for note in notes])
+        seconds = np.concatenate([note.seconds for note in notes])
+        is_start = np.ones(now.size, np.bool_)
+        is_start[1:] = last_use[1:] != last_use[:-1]
+        for column in (marks, now, held):
+            is_start[1:] |= column[1:] != column[:-1]
+        starts = is_start.nonzero()[0]
+        if not starts.size:
+            return
+        marks, last_use, now, held = (column[starts] for column in (marks, last_use, now, held))
+        counts = np.append(starts[1:], is_start.size) - starts
+        seconds = np.add.reduceat(seconds, starts)
+        columns = (counts, last_use, seconds, now, held)
+        for run in zip(*(column.tolist() for column in columns), strict=True):
+            self.shadow.used(*run)
+        again = last_use > -np.inf
+        weights = counts[again].astype(np.float64)
+        self.hazard.closed(classes_of(marks[again]), (now - last_use)[again], weights)
 
     def _forget(self, lost: Remembered, now: float) -> None:
         """Ghosts that made way: their intervals were seen up to now, without a use."""
-        if lost.uses.size:
-            classes = use_class(lost.uses) + USE_CLASSES * lost.shapes
-            self._note(self._lost, classes, now - lost.last_use)
+        if lost.marks.size:
+            self._lost.append((lost.marks, now - lost.last_use))
+            self._waiting += lost.marks.size
 
     def _make_room_for_ghosts(self, now: float) -> None:
         wanted = _GHOSTS_A_ROW * len(self._catalog)
@@ -190,9 +228,9 @@ class Learner:
             if self._is_repricing:
                 self.price(rows)
             rows = rows[catalog.last_use[rows] > 0.0]
-            classes = self.classes[rows].astype(np.int64)
-            still_open.add(classes, now - catalog.last_use[rows])
+            still_open.add(
+                classes_of(self.marks[rows]).astype(np.int64), now - catalog.last_use[rows]
+            )
         if stop > end:
             found = self.ghosts.entries(max(0, start - end), stop - end)
-            classes = use_class(found.uses) + USE_CLASSES * found.shapes
-            still_open.add(classes, now - found.last_use)
+            still_open.add(classes_of(found.marks), now - found.last_use)

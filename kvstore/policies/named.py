@@ -30,7 +30,7 @@ class Lfu(LruLeaf):
 
 
 class _WithGhosts(LruLeaf):
-    """Common ground: a queue number a row, and ghosts that remember it as their shape."""
+    """Common ground: a queue number a row, and ghosts that remember it."""
 
     def __init__(self, catalog: Catalog) -> None:
         super().__init__(catalog)
@@ -56,8 +56,8 @@ class _WithGhosts(LruLeaf):
         rows = rows[(other.state[rows] == _ABSENT) & (catalog.last_use[rows] > 0.0)]
         if self._ghosts.slots < len(catalog):
             self._ghosts.grow(2 * len(catalog))
-        uses, queues = catalog.uses[rows].astype(np.int64), self._queue[rows].astype(np.int64)
-        self._ghosts.put(keys_of(catalog, rows), Remembered(catalog.last_use[rows], uses, queues))
+        queues = self._queue[rows].astype(np.uint16)
+        self._ghosts.put(keys_of(catalog, rows), Remembered(catalog.last_use[rows], queues))
         return rows
 
 
@@ -80,7 +80,7 @@ class Arc(_WithGhosts):
         self._queue[rows] = 0
         self._queue[rows[found]] = 1
         for queue in (0, 1):
-            hits = int(np.count_nonzero(known.shapes == queue))
+            hits = int(np.count_nonzero(known.marks == queue))
             step = max(1.0, self._lost[1 - queue] / max(1.0, self._lost[queue]))
             self._once_wanted += hits * step * (1 - 2 * queue)
             self._lost[queue] = max(1.0, self._lost[queue] - hits)

@@ -5,22 +5,23 @@ whether it would hold a block follows from the block's last use and from the *fr
 since which just so many different blocks were used. Blocks used since are counted by epochs of
 1/64 of the room; nothing is kept a block.
 
-A *window* is as many touches as the room has blocks (at least 2,048): in less LRU cannot have
-changed all it holds. The value order decides until it has lost to LRU what LRU saves in a window;
-what it won earlier makes up for losses, up to as much again. So no constant says what is a loss
-worth minding: one window is what it may cost. Then LRU's order decides for 1, 2, 4 … 64 windows
-before the value order is tried again; a window that this wins halves the number.
+A *window* is twice as many touches as the room has blocks (at least 4,096): with one room's worth
+LRU changes all it holds, with another what the value order kept instead has time to come back. The
+value order decides until it has lost to LRU what LRU saves in a window; what it won earlier makes
+up for losses, up to as much again. So no constant says what is a loss worth minding: one window is
+what it may cost. Then LRU's order decides for 1, 2, 4 … 64 windows before the value order is tried
+again; a window that this wins halves the number.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from kvstore.types import FloatArray
+from bisect import bisect_right
+from math import inf
 
 _EPOCHS = 64
 _EPOCHS_MAX = 2 * _EPOCHS
-_WINDOW_MIN = 2048
+_WINDOW_ROOMS = 2
+_WINDOW_MIN = 4096
 _WINDOWS_REMEMBERED = 8
 """What LRU saves in a window is a mean over about so many."""
 _PENALTY_MAX = 64
@@ -30,13 +31,14 @@ class Shadow:
     """Counts a cache of `room` blocks under LRU."""
 
     def __init__(self) -> None:
-        self.room = np.inf
+        self.room = inf
         """Blocks the real cache holds; infinite while nothing had to leave."""
         self.is_leading = False
         """LRU's order decides."""
-        self._starts: FloatArray = np.array([-np.inf, 0.0])
+        self._starts = [-inf, 0.0]
         """When each epoch began; the first stands for what LRU would have dropped."""
-        self._counts: FloatArray = np.zeros(2)
+        self._counts = [0.0, 0.0]
+        self._now = 0.0
         self._penalty = 1
         self._serving = 0
         self._seen = 0
@@ -48,64 +50,61 @@ class Shadow:
         """Seconds won by the value order, or lost; at most a window's worth."""
         self._window_saves: float | None = None
 
-    def used(self, last_use: FloatArray, seconds: FloatArray, now: float, *, held: bool) -> None:
-        """Blocks last used at `last_use` were used now, which saved so many seconds of prefill, or
-        would have: whether the real cache `held` them.
+    @property
+    def window(self) -> float:
+        """Touches after which the two orders are compared."""
+        return max(_WINDOW_MIN, _WINDOW_ROOMS * self.room)
+
+    def used(self, blocks: int, last_use: float, seconds: float, now: float, is_held: bool) -> None:
+        """So many blocks, all last used then (minus infinity: never), were used now. That saved
+        `seconds` of prefill in all, or would have: whether the real cache held them.
         """
-        at = self._starts.searchsorted(last_use, side="right") - 1
-        epochs = self._counts.size
-        self._counts -= np.bincount(at, minlength=epochs)
-        self._counts[-1] += at.size
-        saved = float(seconds.sum())
-        dropped = float(np.bincount(at, seconds, epochs)[0])
-        ours, theirs = (dropped, 0.0) if held else (0.0, saved - dropped)
-        self._seen += at.size
-        self._judge(ours, theirs, saved - dropped)
-        self._advance(now)
+        if now > self._now:
+            self._now = now
+            self._advance()
+        epoch = bisect_right(self._starts, last_use) - 1
+        self._counts[epoch] -= blocks
+        self._counts[-1] += blocks
+        self._seen += blocks
+        by_lru = seconds if epoch else 0.0
+        self._judge((seconds if is_held else 0.0) - by_lru, by_lru)
 
-    def came(self, new: int, now: float) -> None:
-        """So many blocks were used for the first time."""
-        self._counts[-1] += new
-        self._seen += new
-        self._advance(now)
-
-    def _advance(self, now: float) -> None:
-        if self._counts[-1] < max(8.0, self.room / _EPOCHS) or now <= self._starts[-1]:
+    def _advance(self) -> None:
+        """A new epoch begins, if the last one has its part."""
+        starts, counts = self._starts, self._counts
+        if counts[-1] < max(8.0, self.room / _EPOCHS):
             return
-        # What comes at a later time than now belongs to the next one.
-        self._starts = np.append(self._starts, np.nextafter(now, np.inf))
-        self._counts = np.append(self._counts, 0.0)
-        total = float(self._counts[1:].sum())
-        drop = 0
-        while total - self._counts[drop + 1] / 2 >= self.room:
+        starts.append(self._now)
+        counts.append(0.0)
+        total, drop = sum(counts) - counts[0], 0
+        while total - counts[drop + 1] / 2 >= self.room:
             drop += 1
-            total -= float(self._counts[drop])
-        if drop:
-            self._starts = np.concatenate((self._starts[:1], self._starts[drop + 1 :]))
-            self._counts = np.concatenate((self._counts[:1], self._counts[drop + 1 :]))
-        if self._counts.size > _EPOCHS_MAX:
+            total -= counts[drop]
+        del starts[1 : drop + 1], counts[1 : drop + 1]
+        if len(counts) > _EPOCHS_MAX:
             self._merge()
 
     def _merge(self) -> None:
         """Older epochs, many of whose blocks were used since, two and two together."""
-        first, end = self._counts[:1], 1 + self._counts.size // 4 * 2
-        pairs = self._counts[1:end].reshape(-1, 2).sum(axis=1)
-        self._starts = np.concatenate((self._starts[:1], self._starts[1:end:2], self._starts[end:]))
-        self._counts = np.concatenate((first, pairs, self._counts[end:]))
+        end = 1 + len(self._counts) // 4 * 2
+        older = self._counts[1:end]
+        pairs = [first + second for first, second in zip(older[::2], older[1::2], strict=True)]
+        self._counts[1:end] = pairs
+        self._starts[1:end] = self._starts[1:end:2]
 
-    def _judge(self, ours: float, theirs: float, by_lru: float) -> None:
-        """Seconds saved by blocks only we held, only LRU would have, and all that it would have."""
-        self._ahead += ours - theirs
+    def _judge(self, won: float, by_lru: float) -> None:
+        """Seconds saved beyond what LRU would have, and what that is."""
+        self._ahead += won
         self._saved += by_lru
         limit = self._window_saves
         if not self.is_leading and limit is not None:
-            self._balance = min(self._balance + ours - theirs, limit)
+            self._balance = min(self._balance + won, limit)
             if self._balance < -limit:
                 self.is_leading, self._serving = True, self._penalty
                 self._penalty = min(_PENALTY_MAX, 2 * self._penalty)
                 self._balance = 0.0
                 self._begin_window()
-        if self._seen >= max(_WINDOW_MIN, self.room):
+        if self._seen >= self.window:
             self._end_window()
 
     def _end_window(self) -> None:

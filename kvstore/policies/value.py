@@ -1,8 +1,9 @@
 """The value policy: keep what is expected to save the most prefill per byte and second.
 
 Primitive: `ValuePolicy`, a Policy. Value of a replica = index of its class at its age (hazard.py)
-× (seconds at stake ÷ byte) ^ 0.75. At stake is what its loss would cost: in host memory the load
-from NVMe where a copy lies there, else the prefill; on NVMe the prefill less the load.
+× (seconds at stake ÷ byte) ^ 0.75: the stake is known, re-use only guessed. At stake is what its
+loss would cost: in host memory the load from NVMe where a copy lies there, else the prefill; on
+NVMe the prefill less the load.
 
 Class of a block = how often it was used × what is known of the request that used it last (how much
 of it was found, how long it was, the client's hint); eviction takes uses and hint only, admission
@@ -19,15 +20,13 @@ import numpy as np
 from kvstore.catalog import Catalog
 from kvstore.hints import HINT_CLASSES
 from kvstore.policies.costs import BlockCosts
-from kvstore.policies.learner import USE_CLASSES, Learner, use_class
+from kvstore.policies.learner import USE_CLASSES, Learner, classes_of, mark, used_again
 from kvstore.policies.wear import WearPrice
 from kvstore.policy import UNKNOWN_REQUEST, RequestShape, lru_order
 from kvstore.types import BoolArray, FloatArray, IntArray, ReplicaState, Tier
 
 _READY = int(ReplicaState.READY)
 _ABSENT = int(ReplicaState.ABSENT)
-_COST_POWER = 0.75
-"""Below 1: the stake is known, re-use is only guessed."""
 _SEEN_LIMITS = (0.125, 0.5)
 _LENGTH_LIMITS = (2048, 8192, 32768)
 """Tokens."""
@@ -70,21 +69,20 @@ class ValuePolicy:
             return
         self._started = min(self._started, now)
         catalog.last_use[rows] = now
-        shape = self._shape_of(rows, request)
-        learner.classes[rows] = use_class(catalog.uses[rows]) + USE_CLASSES * shape
+        marks = mark(catalog.uses[rows], self._shape_of(rows, request))
+        learner.marks[rows] = marks
         learner.price(rows)
-        learner.came(rows, now)
+        learner.came(rows, marks, now)
 
     def touched(self, rows: IntArray, now: float, request: RequestShape = UNKNOWN_REQUEST) -> None:
         """See Policy."""
         catalog, learner = self._catalog, self._learner
-        seconds = learner.density[rows] * self._costs.bytes(rows)
-        learner.used(catalog.last_use[rows], learner.classes[rows].astype(np.int64), seconds, now)
+        marks = learner.marks[rows]
+        learner.used(rows, marks, now)
         catalog.last_use[rows] = now
         # Not np.add.at: a row that is named twice is used once.
-        uses = catalog.uses[rows] + 1
-        catalog.uses[rows] = uses
-        learner.classes[rows] = use_class(uses) + USE_CLASSES * self._shape_of(rows, request)
+        catalog.uses[rows] += 1
+        learner.marks[rows] = used_again(marks, self._shape_of(rows, request))
 
     def evicted(self, rows: IntArray, tier: Tier, now: float) -> None:
         """See Policy. Of a block's last replica the metadata stays."""
@@ -108,8 +106,10 @@ class ValuePolicy:
         if learner.shadow.is_leading:
             return lru_order(self._catalog, rows)
         ages = now - self._catalog.last_use[rows]
-        index = learner.hazard.index(learner.classes[rows].astype(np.int64), ages)
-        result: FloatArray = index * self._stakes(rows, tier) ** _COST_POWER
+        index = learner.hazard.index(classes_of(learner.marks[rows]), ages)
+        stakes = self._stakes(rows, tier)
+        # To the power of 0.75, in a third of the time.
+        result: FloatArray = index * np.sqrt(stakes * np.sqrt(stakes))
         return result
 
     def admit(self, rows: IntArray, tier: Tier, now: float) -> BoolArray:
@@ -188,7 +188,7 @@ class ValuePolicy:
     def _gains(self, rows: IntArray, now: float) -> FloatArray:
         """Seconds a byte that an NVMe copy of each is expected to save before it has to leave."""
         ages = now - self._catalog.last_use[rows]
-        classes = self._learner.classes[rows].astype(np.int64)
+        classes = classes_of(self._learner.marks[rows])
         stay = self._nvme_stay_seconds
         if stay is None:
             # Nothing had to leave in all that time.

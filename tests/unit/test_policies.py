@@ -308,8 +308,7 @@ def test_ghosts_are_found_once_and_the_oldest_make_way():
     ghosts = Ghosts()
     keys = np.arange(1, ghosts.slots * 2 + 1, dtype=np.uint32)
     for key in keys:
-        entry = Remembered(np.array([float(key)]), np.array([3]), np.array([1]))
-        ghosts.put(np.array([key]), entry)
+        ghosts.put(np.array([key]), Remembered(np.array([float(key)]), np.array([3], np.uint16)))
     found, known = ghosts.take(keys)
     assert found.size == ghosts.slots
     assert known.last_use.min() > ghosts.slots
@@ -320,10 +319,10 @@ def test_several_ghosts_of_one_set_are_put_at_once():
     ghosts = Ghosts()
     sets = ghosts.slots // WAYS
     keys = np.arange(12, dtype=np.uint32) * np.uint32(sets) + np.uint32(5)
-    lost = ghosts.put(keys, Remembered(np.arange(12.0), np.arange(12), np.zeros(12, np.int64)))
-    assert lost.uses.tolist() == [0, 1, 2, 3]
+    lost = ghosts.put(keys, Remembered(np.arange(12.0), np.arange(12, dtype=np.uint16)))
+    assert lost.marks.tolist() == [0, 1, 2, 3]
     found, known = ghosts.take(keys)
-    assert dict(zip(found.tolist(), known.uses.tolist(), strict=True)) == {
+    assert dict(zip(found.tolist(), known.marks.tolist(), strict=True)) == {
         at: at for at in range(4, 12)
     }
 
@@ -331,7 +330,7 @@ def test_several_ghosts_of_one_set_are_put_at_once():
 def test_ghosts_survive_growth():
     ghosts = Ghosts()
     keys = np.random.default_rng(1).integers(1, 1 << 31, 200).astype(np.uint32)
-    ghosts.put(keys, Remembered(np.arange(200.0), np.full(200, 2), np.full(200, 7)))
+    ghosts.put(keys, Remembered(np.arange(200.0), np.full(200, 7, np.uint16)))
     ghosts.grow(4000)
     assert ghosts.slots >= 4000
     assert ghosts.take(keys)[0].size == 200
@@ -340,7 +339,7 @@ def test_ghosts_survive_growth():
 def lru_saves(shadow: Shadow, last_use: float, now: float) -> bool:
     """Whether the shadow thinks that LRU would still hold a block used last then."""
     before = shadow._saved
-    shadow.used(np.array([last_use]), np.ones(1), now, held=False)
+    shadow.used(1, last_use, 1.0, now, False)
     return shadow._saved > before
 
 
@@ -348,7 +347,7 @@ def test_the_shadow_holds_the_blocks_used_last():
     shadow = Shadow()
     shadow.room = 100
     for now in range(1, 1001):
-        shadow.came(1, float(now))
+        shadow.used(1, -np.inf, 0.0, float(now), False)
     held = [lru_saves(shadow, float(at), 1000.0) for at in (1, 500, 880, 920, 950, 1000)]
     assert held == [False, False, False, True, True, True]
 
@@ -363,11 +362,11 @@ def test_a_window_is_all_that_a_bad_order_can_lose():
         nonlocal now, lost
         for _ in range(64):
             now += 1.0
-            shadow.came(30, now)
-            shadow.used(np.array([now - 1]), np.array([10 / 64]), now, held=True)
+            shadow.used(62, -np.inf, 0.0, now, False)
+            shadow.used(1, now - 1, 10 / 64, now, True)
             if won and not shadow.is_leading:
                 at, held = (-1.0, True) if won > 0 else (now - 1, False)
-                shadow.used(np.array([at]), np.array([abs(won) / 64]), now, held=held)
+                shadow.used(1, at, abs(won) / 64, now, held)
                 lost -= won / 64
         led.append(shadow.is_leading)
 
