@@ -33,7 +33,7 @@ from kvstore.nvme_room import NvmeRoom
 from kvstore.places import FileLock
 from kvstore.policies import make_policy
 from kvstore.policies.costs import BlockCosts
-from kvstore.policies.wear import WearPrice, bytes_per_second
+from kvstore.policies.wear import WearPrice
 from kvstore.policy import VictimPicker
 from kvstore.reservation_ends import ReservationEnds
 from kvstore.room import Room
@@ -148,11 +148,6 @@ def make_store(
     namespaces = NamespaceTable(config.limits.namespaces_max)
     costs = Costs()
     block_costs = BlockCosts(catalog, costs, namespaces.block_tokens)
-    budget = bytes_per_second(
-        config.policy.drive_writes_per_day,
-        config.policy.write_bytes_per_day,
-        config.nvme.bytes_max,
-    )
     return Store(
         config=config,
         catalog=catalog,
@@ -167,7 +162,9 @@ def make_store(
         ),
         namespaces=namespaces,
         costs=costs,
-        policy=make_policy(config.policy.name, catalog, block_costs, WearPrice(budget)),
+        policy=make_policy(
+            config.policy.name, catalog, block_costs, WearPrice(config.write_bytes_per_second)
+        ),
         host=host,
         nvme=nvme,
         gpu=gpu,

@@ -32,6 +32,7 @@ from kvstore.config_gpu import GpuConfig, gpu_conflicts
 from kvstore.types import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvstore.units import GIB, KIB, MIB, format_bytes
 
+DAY_SECONDS = 86400.0
 SOCKET_PATH_BYTES_MAX = 107
 """What the kernel's sockaddr_un holds, less its closing zero."""
 
@@ -182,9 +183,17 @@ class NvmeConfig(_Section, frozen=True):
             "off: through the page cache."
         ),
     ] = "auto"
-    write_bytes_per_hour_max: Annotated[
-        int, _size("Wear budget: most bytes written in an hour. 0: no budget.")
+    write_bytes_per_day: Annotated[
+        int,
+        _size(
+            "Wear budget: bytes written in a day, spread over it. The value policy gets choosier "
+            "with it; past it nothing is written. 0: no budget."
+        ),
     ] = 0
+    drive_writes_per_day: Annotated[
+        float,
+        _number("The same as a multiple of bytes_max; the smaller of the two counts.", 1000.0),
+    ] = 0.0
     queue_blocks_max: Annotated[
         int, _count("Blocks that may wait to be written; beyond it new ones stay in memory only.")
     ] = 4096
@@ -244,17 +253,6 @@ class PolicyConfig(_Section, frozen=True):
             "lru: the least recently used leaf goes first; lfu, arc, s3fifo: for comparison."
         ),
     ] = "value"
-    drive_writes_per_day: Annotated[
-        float,
-        _number(
-            "How often nvme.bytes_max may be written in a day; makes the value policy choosier "
-            "about what it writes. 0: no budget.",
-            1000.0,
-        ),
-    ] = 0.0
-    write_bytes_per_day: Annotated[
-        int, _size("The same in bytes; the smaller of the two counts. 0: no budget.")
-    ] = 0
 
 
 class MetricsConfig(_Section, frozen=True):
@@ -286,6 +284,13 @@ class Config(_Section, frozen=True):
     def arena_directory(self) -> Path:
         """Directory of the arena's files: one a user and daemon name."""
         return Path(self.host.directory) / f"kvstore-{os.getuid()}-{self.daemon.name}"
+
+    @property
+    def write_bytes_per_second(self) -> float:
+        """What the wear budget comes to; 0: there is none."""
+        nvme = self.nvme
+        budgets = (nvme.drive_writes_per_day * nvme.bytes_max, float(nvme.write_bytes_per_day))
+        return min((budget for budget in budgets if budget), default=0.0) / DAY_SECONDS
 
 
 def default_socket(name: str, env: Mapping[str, str]) -> Path:

@@ -3,7 +3,7 @@
 Primitives:
   `NvmeRoom.make_room`  the least valuable idle leaves leave
   `NvmeRoom.lost`       replicas that must go; `delete_records` and `reap` are its two halves
-  `WriteBudget`         bytes an hour
+  `WriteBudget`         bytes that may be written by now
 
 A record leaves the index durably before its slot may be overwritten; a slot that a job still reads
 waits for it.
@@ -24,25 +24,25 @@ from kvstore.tier.nvme import NvmeTier
 from kvstore.types import IntArray, ReplicaState, Tier
 
 RETRY_SECONDS = 1.0
-HOUR_SECONDS = 3600.0
+BURST_SECONDS, SPARED_SECONDS = 60.0, 3600.0
 
 
 class WriteBudget:
-    """Token bucket over bytes: at most `bytes_per_hour` (0: unlimited), with a burst of one
-    minute's worth.
+    """So many bytes a second (0: unlimited). What is not used may be used later, an hour's worth at
+    most; a minute's is there at once.
     """
 
-    def __init__(self, bytes_per_hour: int, now: float) -> None:
-        self._rate = bytes_per_hour / HOUR_SECONDS
-        self._burst = bytes_per_hour / 60
-        self._tokens = self._burst
+    def __init__(self, bytes_per_second: float, now: float) -> None:
+        self._rate = bytes_per_second
+        self._tokens = bytes_per_second * BURST_SECONDS
         self._last = now
 
     def take(self, count: int, now: float) -> bool:
         """Whether `count` bytes may be written now; charges them when so."""
         if not self._rate:
             return True
-        self._tokens = min(self._burst, self._tokens + (now - self._last) * self._rate)
+        most = self._rate * SPARED_SECONDS
+        self._tokens = min(most, self._tokens + (now - self._last) * self._rate)
         self._last = now
         if count > self._tokens:
             return False

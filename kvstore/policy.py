@@ -30,10 +30,13 @@ _BATCH = 64
 """Victims a search provides; what the caller did not ask for is kept for its next call."""
 _SHARE = 4
 """Of what a search found, it provides the lowest quarter, or as many as were asked for."""
-_SAMPLE = 4096
+_SAMPLE = 8192
 """Blocks of one size to draw, about."""
-_DRAWN_MAX = 16384
+_DRAWN_MAX = 32768
 """Rows of the catalog drawn for that, at most."""
+_DRAWN_TOGETHER = 32
+"""Neighbouring rows drawn at a time: they share cache lines, and mostly a request."""
+_TOGETHER: IntArray = np.arange(_DRAWN_TOGETHER)
 _KNOWN_A_VICTIM = 4
 """Candidates a victim is chosen from at least, where there are as many."""
 _CHAINS = 8
@@ -327,8 +330,9 @@ class VictimPicker:
         if is_whole:
             rows = self._leaves_in(pool, tier, 0, end)
         else:
-            size = min(_SAMPLE * end // held.size, _DRAWN_MAX)
-            drawn = self._may_leave(self._rng.integers(end, size=size), tier)
+            places = min(_SAMPLE * end // held.size, _DRAWN_MAX) // _DRAWN_TOGETHER
+            starts = self._rng.integers(end - _DRAWN_TOGETHER, size=places)
+            drawn = self._may_leave((starts[:, None] + _TOGETHER).reshape(-1), tier)
             near = self._rows_of(np.concatenate((pool.followers, pool.queue)), tier)
             known = (self._may_leave(near, tier), self._ours(pool, tier, drawn))
             rows = distinct(np.concatenate(known))
@@ -371,11 +375,14 @@ class VictimPicker:
         return self._ours(pool, tier, rows)
 
     def _ours(self, pool: _Pool, tier: Tier, rows: IntArray) -> IntArray:
-        """Those of `rows` that lie in this size's slots."""
+        """Those of `rows` that lie in this size's slots, in the order of these."""
         slots = self._slots_of(rows, tier)
+        # One search after the other in nearly the same place: a third of the time.
+        order = slots.argsort()
+        slots = slots[order]
         at = pool.held.searchsorted(slots)
         is_ours: BoolArray = pool.held[np.minimum(at, pool.held.size - 1)] == slots
-        return rows[is_ours]
+        return rows[order[is_ours]]
 
     def _follow(self, held: IntArray, tier: Tier, victims: IntArray) -> None:
         """Remember the victims' parents, which are leaves without them, and victims not evicted."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,10 +24,9 @@ from kvstore.layout import BlockLayout, Part
 from kvstore.matching import GroupMatch
 from kvstore.namespaces import Namespace
 from kvstore.tier.nvme import NvmeTier
+from kvstore.tier.parts import runs_of
 from kvstore.types import ByteArray, UIntArray
 
-PIECE_BYTES_MAX = 2 << 20
-"""Bytes of one read: adjacent parts are read together up to this; larger reads were no faster."""
 PIECES_PER_TURN = 4
 
 BLOCKS, LAYERS, BACK = range(3)
@@ -190,19 +189,4 @@ class ReadBatch:
 def read_runs(layout: BlockLayout, layer_order: bool) -> list[tuple[tuple[Part, ...], int]]:
     """(parts, their bit mask) of each read of a block; in layer order a part a read."""
     runs = [(part,) for part in layout.parts] if layer_order else runs_of(layout.parts)
-    return [(run, sum(1 << part.index for part in run)) for run in runs]
-
-
-def runs_of(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
-    """Adjacent parts grouped up to PIECE_BYTES_MAX, in order."""
-    runs: list[tuple[Part, ...]] = []
-    current: list[Part] = []
-    for part in parts:
-        joined = current and current[-1].offset + current[-1].length == part.offset
-        fits = current and part.offset + part.length - current[0].offset <= PIECE_BYTES_MAX
-        if current and not (joined and fits):
-            runs.append(tuple(current))
-            current = []
-        current.append(part)
-    runs.append(tuple(current))
-    return runs
+    return [(tuple(run), sum(1 << part.index for part in run)) for run in runs]

@@ -86,7 +86,7 @@ class WriteBehind:
         """Why blocks of the last batch did not become durable; "" when they did."""
         self._is_draining = False
         self._drained = asyncio.Event()
-        self._budget = WriteBudget(store.config.nvme.write_bytes_per_hour_max, clock())
+        self._budget = WriteBudget(store.config.write_bytes_per_second, clock())
         self._log = get_logger("writebehind")
         store.on_ready = self.enqueue
         store.on_used.append(self.enqueue)

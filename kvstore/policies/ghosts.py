@@ -46,15 +46,16 @@ class Ghosts:
         self._allocate(_SETS_MIN)
 
     def _allocate(self, sets: int) -> None:
-        self._keys: NDArray[np.uint32] = np.zeros((sets, WAYS), np.uint32)
-        # Unused entries are the oldest of all.
-        self._last_use: NDArray[np.float32] = np.full((sets, WAYS), _UNUSED, np.float32)
-        self._marks: NDArray[np.uint16] = np.zeros((sets, WAYS), np.uint16)
+        self._sets = sets
+        # Set after set. Unused entries are the oldest of all.
+        self._keys: NDArray[np.uint32] = np.zeros(sets * WAYS, np.uint32)
+        self._last_use: NDArray[np.float32] = np.full(sets * WAYS, _UNUSED, np.float32)
+        self._marks: NDArray[np.uint16] = np.zeros(sets * WAYS, np.uint16)
 
     @property
     def slots(self) -> int:
         """Entries there is room for."""
-        return self._keys.size
+        return self._sets * WAYS
 
     @property
     def nbytes(self) -> int:
@@ -62,69 +63,68 @@ class Ghosts:
 
     def entries(self, start: int, stop: int) -> Remembered:
         """Those in use among slots [start, stop)."""
-        last_use = self._last_use.reshape(-1)[start:stop]
-        used = last_use > _UNUSED
-        return self._known(last_use[used], self._marks.reshape(-1)[start:stop][used])
+        return self._in_use(self._last_use[start:stop], self._marks[start:stop])
 
     def take(self, keys: NDArray[np.uint32]) -> tuple[IntArray, Remembered]:
         """Positions in `keys` of those remembered, and what is; they are forgotten."""
-        sets = self._sets_of(keys)
-        at = (self._keys[sets] == keys[:, None]).reshape(-1).nonzero()[0]
+        firsts = self._firsts_of(keys)
+        at = (
+            (self._keys.reshape(-1, WAYS)[firsts // WAYS] == keys[:, None]).reshape(-1).nonzero()[0]
+        )
         if not at.size:
             return at, NOTHING
         found = at // WAYS
-        places = sets[found] * WAYS + at % WAYS
-        last_use = self._last_use.take(places)
-        if np.count_nonzero(last_use == _UNUSED):
-            in_use = last_use > _UNUSED
-            found, places, last_use = found[in_use], places[in_use], last_use[in_use]
-        known = self._known(last_use, self._marks.take(places))
-        self._last_use.put(places, _UNUSED)
+        places = firsts[found] + at % WAYS
+        used = self._last_use[places] > _UNUSED
+        found, places = found[used], places[used]
+        known = self._in_use(self._last_use[places], self._marks[places])
+        self._last_use[places] = _UNUSED
         return found, known
 
     def put(self, keys: NDArray[np.uint32], new: Remembered) -> Remembered:
         """Remember blocks that are not yet; returns what made way."""
         if self._from is None:
             self._from = float(new.last_use.min(initial=0.0))
-        sets = self._sets_of(keys)
+        firsts = self._firsts_of(keys)
         last_use = (new.last_use - self._from).astype(np.float32)
-        if is_unique(sets):
-            return self._replace(sets, keys, last_use, new.marks)
+        if is_unique(firsts):
+            return self._replace(firsts, keys, last_use, new.marks)
         lost, left = [], np.arange(len(keys))
         while left.size:
-            now, left = _one_a_set(left, sets)
-            lost.append(self._replace(sets[now], keys[now], last_use[now], new.marks[now]))
+            now, left = _one_a_set(left, firsts)
+            lost.append(self._replace(firsts[now], keys[now], last_use[now], new.marks[now]))
         return Remembered(*map(np.concatenate, zip(*lost, strict=True)))
 
     def grow(self, slots: int) -> Remembered:
         """Room for at least `slots` entries; returns what did not fit."""
-        used = self._last_use > _UNUSED
-        keys, kept = self._keys[used], self._known(self._last_use[used], self._marks[used])
+        keys, kept = self._keys[self._last_use > _UNUSED], self.entries(0, self.slots)
         self._allocate(-(-slots // WAYS))
         return self.put(keys, kept) if keys.size else kept
 
-    def _sets_of(self, keys: NDArray[np.uint32]) -> IntArray:
-        sets: IntArray = (keys % np.uint32(len(self._keys))).astype(np.int64)
-        return sets
+    def _firsts_of(self, keys: NDArray[np.uint32]) -> IntArray:
+        """Where each key's set begins."""
+        firsts: IntArray = (keys % np.uint32(self._sets)).astype(np.int64)
+        firsts *= WAYS
+        return firsts
 
     def _replace(
         self,
-        sets: IntArray,
+        firsts: IntArray,
         keys: NDArray[np.uint32],
         last_use: NDArray[np.float32],
         marks: NDArray[np.uint16],
     ) -> Remembered:
-        """The entry used longest ago, in each of `sets`; returns what it was."""
-        places = sets * WAYS + self._last_use[sets].argmin(axis=1)
-        old, old_marks = self._last_use.take(places), self._marks.take(places)
-        self._keys.put(places, keys)
-        self._last_use.put(places, last_use)
-        self._marks.put(places, marks)
-        used = old > _UNUSED
-        return self._known(old[used], old_marks[used])
+        """The entry used longest ago, in each of these sets; returns what it was."""
+        places = firsts + self._last_use.reshape(-1, WAYS)[firsts // WAYS].argmin(axis=1)
+        old = self._in_use(self._last_use[places], self._marks[places])
+        self._keys[places], self._last_use[places], self._marks[places] = keys, last_use, marks
+        return old
 
-    def _known(self, last_use: NDArray[np.float32], marks: NDArray[np.uint16]) -> Remembered:
-        return Remembered(last_use.astype(np.float64) + (self._from or 0.0), marks)
+    def _in_use(self, last_use: NDArray[np.float32], marks: NDArray[np.uint16]) -> Remembered:
+        used = last_use > _UNUSED
+        if np.count_nonzero(used) < used.size:
+            last_use, marks = last_use[used], marks[used]
+        return Remembered(last_use + np.float64(self._from or 0.0), marks)
 
 
 def _one_a_set(left: IntArray, sets: IntArray) -> tuple[IntArray, IntArray]:

@@ -38,10 +38,15 @@ _AHEAD = np.triu(np.ones((BUCKETS, BUCKETS), np.bool_))
 _MIDDLES = np.sqrt(np.maximum(_LOW, _AGE_MIN / 2) * _EDGES[1:])
 
 
+def steps_of(ages: FloatArray) -> FloatArray:
+    """Where among the buckets each of `ages` (seconds) lies, float64[n]: whole at their starts."""
+    steps: FloatArray = np.log2(np.maximum(ages, _AGE_MIN)) * _OCTAVE_BUCKETS - _FIRST
+    return np.minimum(steps, float(BUCKETS - 1))
+
+
 def buckets_of(ages: FloatArray) -> IntArray:
     """The age bucket of each of `ages` (seconds), int64[n]."""
-    steps = np.log2(np.maximum(ages, _AGE_MIN)) * _OCTAVE_BUCKETS - _FIRST
-    buckets: IntArray = np.minimum(steps, BUCKETS - 1).astype(np.int64)
+    buckets: IntArray = steps_of(ages).astype(np.int64)
     return buckets
 
 
@@ -96,6 +101,8 @@ class Hazard:
         self._groups: IntArray
         self._rates: FloatArray
         self._index: FloatArray
+        """At each bucket's start; `_rise` to the next one's."""
+        self._rise: FloatArray
         self._reached: FloatArray
         """Hazard summed up to each bucket's start."""
         self.grow(groups)
@@ -121,12 +128,15 @@ class Hazard:
 
     @property
     def nbytes(self) -> int:
-        tables = (self._uses, self._rates, self._index, self._reached)
+        tables = (self._uses, self._rates, self._index, self._rise, self._reached)
         return self._ended.nbytes + sum(table.nbytes for table in tables)
 
     def index(self, classes: IntArray, ages: FloatArray) -> FloatArray:
         """Uses a second to expect at best, float64[n]."""
-        return self._index.take(self._groups[classes] * BUCKETS + buckets_of(ages))
+        steps = steps_of(ages)
+        buckets = steps.astype(np.int64)
+        at = self._groups[classes] * BUCKETS + buckets
+        return self._index.take(at) + self._rise.take(at) * (steps - buckets)
 
     def chance(self, classes: IntArray, ages: FloatArray, seconds: float) -> FloatArray:
         """Probability of a use within `seconds` from now, float64[n]."""
@@ -143,6 +153,7 @@ class Hazard:
         groups = self._by_group(events), self._by_group(exposure)
         group_rates = _smoothed(*groups, pooled)
         self._index = _best_rates(group_rates)
+        self._rise = np.diff(self._index, append=self._index[:, -1:])
         self._rates = _smoothed(events, exposure, group_rates[self._groups])
         steps = self._rates * _WIDTHS
         self._reached = steps.cumsum(axis=1) - steps

@@ -26,6 +26,8 @@ _USE_CLASS: IntArray = np.array([0, 1, 2, 2, 3, 3, 3, 3])
 """Class by uses after the first: used once, twice, 3 or 4 times, more often."""
 _USES = len(_USE_CLASS)
 _ONE_MORE = np.array([1, 2, 3, 4, 5, 6, 7, 7], np.uint16)
+SHAPES_MAX = 256
+_CLASSES: IntArray = (np.arange(SHAPES_MAX)[:, None] * USE_CLASSES + _USE_CLASS).reshape(-1)
 _BATCHES = 8
 _BATCH_MAX = 2048
 """Uses are learnt from so many times in a window of the shadow, and this many at once at most."""
@@ -53,19 +55,19 @@ def used_again(marks: NDArray[np.uint16], shape: int) -> NDArray[np.uint16]:
 
 def classes_of(marks: NDArray[np.uint16]) -> IntArray:
     """Class numbers int64[n]: of the uses, USE_CLASSES of them for each shape."""
-    return (marks >> 3) * USE_CLASSES + _USE_CLASS.take(marks & (_USES - 1))
+    return _CLASSES[marks]
 
 
 class _Note(NamedTuple):
-    """Blocks used by one request as they were before, int, float64 and float64 [n]."""
+    """Blocks used by one request, as they were before: columns of n."""
 
     now: float
     held: bool
     marks: NDArray[np.uint16]
     last_use: FloatArray
     """Minus infinity: never."""
-    seconds: FloatArray
-    """Of prefill."""
+    density: NDArray[np.float32]
+    length: NDArray[np.uint32]
 
 
 class Learner:
@@ -119,7 +121,7 @@ class Learner:
 
     def used(self, rows: IntArray, marks: NDArray[np.uint16], now: float) -> None:
         """Held blocks are used; their `last_use` still tells when they were before."""
-        self._note(rows, _Note(now, True, marks, self._catalog.last_use[rows], self._seconds(rows)))
+        self._note(rows, marks, self._catalog.last_use[rows], now, held=True)
 
     def came(self, rows: IntArray, marks: NDArray[np.uint16], now: float) -> None:
         """New rows; what a ghost remembers has been used once more, which its mark shows."""
@@ -132,7 +134,7 @@ class Learner:
             uses = np.maximum(catalog.uses[again], (known.marks & (_USES - 1)) + 1)
             catalog.uses[again] = uses
             self.marks[again] = self.marks[again] // _USES * _USES + np.minimum(uses, _USES - 1)
-        self._note(rows, _Note(now, False, marks, last_use, self._seconds(rows)))
+        self._note(rows, marks, last_use, now, held=False)
 
     def left(self, rows: IntArray, now: float) -> None:
         """The last replicas of rows leave; what is known of them stays a while."""
@@ -140,20 +142,23 @@ class Learner:
         known = Remembered(self._catalog.last_use[rows], self.marks[rows])
         self._forget(self.ghosts.put(keys_of(self._catalog, rows), known), now)
 
-    def _seconds(self, rows: IntArray) -> FloatArray:
-        seconds: FloatArray = np.multiply(
-            self.density[rows], self._catalog.length[rows], dtype=np.float64
-        )
-        return seconds
-
-    def _note(self, rows: IntArray, note: _Note) -> None:
-        self._notes.append(note)
+    def _note(
+        self,
+        rows: IntArray,
+        marks: NDArray[np.uint16],
+        last_use: FloatArray,
+        now: float,
+        *,
+        held: bool,
+    ) -> None:
+        density, length = self.density[rows], self._catalog.length[rows]
+        self._notes.append(_Note(now, held, marks, last_use, density, length))
         self._waiting += rows.size
         self._touches += rows.size
         if self._waiting >= min(self.shadow.window // _BATCHES, _BATCH_MAX):
             self._learn()
         if self._touches >= self._fit_at:
-            self._work(note.now)
+            self._work(now)
 
     def _learn(self) -> None:
         if self._notes:
@@ -165,27 +170,25 @@ class Learner:
 
     def _learn_uses(self, notes: list[_Note]) -> None:
         """By runs: neighbours in a chain are mostly alike, so that a request comes to a few."""
-        blocks = [note.marks.size for note in notes]
-        now = np.repeat([note.now for note in notes], blocks)
-        held = np.repeat([note.held for note in notes], blocks)
-        marks = np.concatenate([note.marks for note in notes])
-        last_use = np.concatenate([note.last_use for note in notes])
-        seconds = np.concatenate([note.seconds for note in notes])
-        is_start = np.ones(now.size, np.bool_)
-        is_start[1:] = last_use[1:] != last_use[:-1]
-        for column in (marks, now, held):
-            is_start[1:] |= column[1:] != column[:-1]
-        starts = is_start.nonzero()[0]
+        _, _, *columns = zip(*notes, strict=True)
+        marks, last_use, density, length = map(np.concatenate, columns)
+        begins = np.cumsum([0, *(note.marks.size for note in notes)])
+        is_start = np.ones(marks.size + 1, np.bool_)
+        is_start[1:-1] = (last_use[1:] != last_use[:-1]) | (marks[1:] != marks[:-1])
+        is_start[begins] = True
+        bounds = is_start.nonzero()[0]
+        starts, blocks = bounds[:-1], bounds[1:] - bounds[:-1]
         if not starts.size:
             return
-        marks, last_use, now, held = (column[starts] for column in (marks, last_use, now, held))
-        counts = np.append(starts[1:], is_start.size) - starts
-        seconds = np.add.reduceat(seconds, starts)
-        columns = (counts, last_use, seconds, now, held)
-        for run in zip(*(column.tolist() for column in columns), strict=True):
-            self.shadow.used(*run)
+        marks, last_use = marks[starts], last_use[starts]
+        seconds = np.add.reduceat(density * length.astype(np.float64), starts)
+        runs = list(zip(blocks.tolist(), last_use.tolist(), seconds.tolist(), strict=True))
+        ends = starts.searchsorted(begins).tolist()
+        for note, first, end in zip(notes, ends, ends[1:], strict=False):
+            self.shadow.used(runs[first:end], note.now, held=note.held)
+        now = np.repeat([note.now for note in notes], np.diff(ends))
         again = last_use > -np.inf
-        weights = counts[again].astype(np.float64)
+        weights = blocks[again].astype(np.float64)
         self.hazard.closed(classes_of(marks[again]), (now - last_use)[again], weights)
 
     def _forget(self, lost: Remembered, now: float) -> None:

@@ -16,6 +16,7 @@ again; a window that this wins halves the number.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from math import inf
 
 _EPOCHS = 64
@@ -55,19 +56,25 @@ class Shadow:
         """Touches after which the two orders are compared."""
         return max(_WINDOW_MIN, _WINDOW_ROOMS * self.room)
 
-    def used(self, blocks: int, last_use: float, seconds: float, now: float, is_held: bool) -> None:
-        """So many blocks, all last used then (minus infinity: never), were used now. That saved
-        `seconds` of prefill in all, or would have: whether the real cache held them.
+    def used(self, runs: Iterable[tuple[int, float, float]], now: float, *, held: bool) -> None:
+        """Blocks were used now: runs of so many, all last used then (minus infinity: never), which
+        saved so many seconds of prefill, or would have: whether the real cache `held` them.
         """
         if now > self._now:
             self._now = now
             self._advance()
-        epoch = bisect_right(self._starts, last_use) - 1
-        self._counts[epoch] -= blocks
-        self._counts[-1] += blocks
-        self._seen += blocks
-        by_lru = seconds if epoch else 0.0
-        self._judge((seconds if is_held else 0.0) - by_lru, by_lru)
+        starts, counts, used, saved, dropped = self._starts, self._counts, 0, 0.0, 0.0
+        for blocks, last_use, seconds in runs:
+            epoch = bisect_right(starts, last_use) - 1
+            counts[epoch] -= blocks
+            used += blocks
+            if epoch:
+                saved += seconds
+            else:
+                dropped += seconds
+        counts[-1] += used
+        self._seen += used
+        self._judge(dropped if held else -saved, saved)
 
     def _advance(self) -> None:
         """A new epoch begins, if the last one has its part."""

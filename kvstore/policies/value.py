@@ -16,6 +16,7 @@ An ancestor is worth at least its best child: the picker takes leaves first.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.catalog import Catalog
 from kvstore.hints import HINT_CLASSES
@@ -94,7 +95,10 @@ class ValuePolicy:
         if self._victims_unseen[tier] >= _VICTIMS_A_LOOK and rows.size:
             self._look_at_victims(rows, tier, now)
         other = catalog.replicas(Tier.NVME if tier == Tier.HOST else Tier.HOST)
-        rows = rows[(other.state[rows] == _ABSENT) & (catalog.last_use[rows] > 0.0)]
+        is_known = catalog.last_use[rows] > 0.0
+        if other.count:
+            is_known &= other.state[rows] == _ABSENT
+        rows = rows[is_known]
         if rows.size:
             learner.left(rows, now)
 
@@ -170,19 +174,17 @@ class ValuePolicy:
         groups: IntArray = use[None, :] + USE_CLASSES * (shape[:, None] // self._shapes)
         return groups.reshape(-1)
 
-    def _stakes(self, rows: IntArray, tier: Tier) -> FloatArray:
-        """Seconds a byte lost with each replica."""
+    def _stakes(self, rows: IntArray, tier: Tier) -> NDArray[np.float32]:
+        """Seconds a byte lost with each replica, float32[n]."""
         host, nvme = self._costs.byte_seconds(Tier.HOST), self._costs.byte_seconds(Tier.NVME)
-        density = self._learner.density[rows].astype(np.float64)
         if tier == Tier.GPU:
-            return np.full(rows.size, host)  # the host replica stays: the way to it is all
-        if tier == Tier.NVME:
-            return np.maximum(density - nvme, 0.0)
-        lost = np.maximum(density - host, 0.0)
-        has_copy = self._catalog.nvme_state[rows] == _READY
-        if np.count_nonzero(has_copy):
-            # A load is all that is lost, and costs the same for every byte.
-            lost = np.where(has_copy, np.minimum(lost, nvme - host), lost)
+            return np.full(rows.size, host, np.float32)  # the host replica stays: its way is all
+        below = host if tier == Tier.HOST else nvme
+        lost: NDArray[np.float32] = np.maximum(self._learner.density[rows] - below, 0.0)
+        if tier == Tier.HOST and self._catalog.replicas(Tier.NVME).count:
+            # Of a copy below a load is all that is lost, and costs the same for every byte.
+            is_below = self._catalog.nvme_state[rows] == _READY
+            np.minimum(lost, np.float32(nvme - host), out=lost, where=is_below)
         return lost
 
     def _gains(self, rows: IntArray, now: float) -> FloatArray:

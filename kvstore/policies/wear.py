@@ -1,9 +1,8 @@
 """What a written byte costs, so that a budget of bytes lasts.
 
-Primitives: `bytes_per_second` (what the budgets come to), `WearPrice` (seconds of saved prefill
-that a byte has to bring). The price is the one at which, of what was offered lately, just as much
-is worth it as the budget allows; what was overspent is taken off, what was spared may be spent
-later. Pure; without a budget the price is 0.
+Primitive: `WearPrice` (seconds of saved prefill that a byte has to bring). The price is the one at
+which, of what was offered lately, just as much is worth it as the budget allows; what was overspent
+is taken off, what was spared may be spent later. Pure; without a budget the price is 0.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import numpy as np
 
 from kvstore.types import FloatArray
 
-DAY_SECONDS = 86400.0
 _STEPS = 96
 _STEP_LOG2 = 0.25
 _FLOOR_LOG2 = -52.0
@@ -21,12 +19,6 @@ _HALF_LIFE_BLOCKS = 4096.0
 _BURST_SECONDS = 60.0
 _SPARED_SECONDS = 3600.0
 """What is not spent may be spent later, an hour's worth at most."""
-
-
-def bytes_per_second(drive_writes_per_day: float, bytes_per_day: float, drive_bytes: int) -> float:
-    """What both budgets come to: the smaller one counts, 0 is none."""
-    budgets = (drive_writes_per_day * drive_bytes, bytes_per_day)
-    return min((budget for budget in budgets if budget), default=0.0) / DAY_SECONDS
 
 
 class WearPrice:

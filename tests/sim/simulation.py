@@ -114,7 +114,7 @@ class Simulation:
                 "host.staging_slots_min": random.choice([1, 4]),
                 "nvme.bytes_max": random.choice([800, 1600, 4096]) * KIB,
                 "nvme.queue_blocks_max": random.choice([4, 64]),
-                "nvme.write_bytes_per_hour_max": random.choice([0, 0, 0, 8 << 20]),
+                "nvme.write_bytes_per_day": random.choice([0, 0, 0, 192 << 20]),
                 "lease.read_seconds": 0.5,
                 "lease.write_seconds": 1.0,
                 "lease.quarantine_bytes_per_client_max": random.choice([64, 1024]) * KIB,

@@ -14,7 +14,7 @@ from kvstore.policies.ghosts import WAYS, Ghosts, Remembered
 from kvstore.policies.hazard import Hazard, Intervals
 from kvstore.policies.shadow import Shadow
 from kvstore.policies.value import ValuePolicy
-from kvstore.policies.wear import WearPrice, bytes_per_second
+from kvstore.policies.wear import WearPrice
 from kvstore.policy import RequestShape, VictimPicker
 from kvstore.types import NamespaceId, ReplicaState, Tier
 
@@ -339,7 +339,7 @@ def test_ghosts_survive_growth():
 def lru_saves(shadow: Shadow, last_use: float, now: float) -> bool:
     """Whether the shadow thinks that LRU would still hold a block used last then."""
     before = shadow._saved
-    shadow.used(1, last_use, 1.0, now, False)
+    shadow.used([(1, last_use, 1.0)], now, held=False)
     return shadow._saved > before
 
 
@@ -347,7 +347,7 @@ def test_the_shadow_holds_the_blocks_used_last():
     shadow = Shadow()
     shadow.room = 100
     for now in range(1, 1001):
-        shadow.used(1, -np.inf, 0.0, float(now), False)
+        shadow.used([(1, -np.inf, 0.0)], float(now), held=False)
     held = [lru_saves(shadow, float(at), 1000.0) for at in (1, 500, 880, 920, 950, 1000)]
     assert held == [False, False, False, True, True, True]
 
@@ -362,11 +362,11 @@ def test_a_window_is_all_that_a_bad_order_can_lose():
         nonlocal now, lost
         for _ in range(64):
             now += 1.0
-            shadow.used(62, -np.inf, 0.0, now, False)
-            shadow.used(1, now - 1, 10 / 64, now, True)
+            shadow.used([(62, -np.inf, 0.0)], now, held=False)
+            shadow.used([(1, now - 1, 10 / 64)], now, held=True)
             if won and not shadow.is_leading:
                 at, held = (-1.0, True) if won > 0 else (now - 1, False)
-                shadow.used(1, at, abs(won) / 64, now, held)
+                shadow.used([(1, at, abs(won) / 64)], now, held=held)
                 lost -= won / 64
         led.append(shadow.is_leading)
 
@@ -401,12 +401,6 @@ def test_the_wear_price_lets_as_much_through_as_the_budget():
         wear.spend(chosen)
         written += chosen
     assert written == pytest.approx(2000 * 1e6, rel=0.15)
-
-
-def test_the_smaller_budget_counts():
-    assert bytes_per_second(0.0, 0.0, 1000) == 0.0
-    assert bytes_per_second(2.0, 0.0, 86400) == 2.0
-    assert bytes_per_second(2.0, 86400.0, 86400) == 1.0
 
 
 def test_memory_beside_the_catalog_stays_small():

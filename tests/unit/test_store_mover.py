@@ -24,9 +24,10 @@ from kvstore.errors import LeaseUnknown, TierIO, Unavailable
 from kvstore.layout import BlockLayout
 from kvstore.matching import GroupMatch
 from kvstore.mover import Mover
-from kvstore.promotion import LAYERS, runs_of
+from kvstore.promotion import LAYERS
 from kvstore.slab import SlotState
 from kvstore.testing.faults import Fail
+from kvstore.tier.parts import runs_of
 from kvstore.types import NamespaceKind
 
 BROKEN = Fail(TierIO("broken on purpose"))
@@ -434,7 +435,7 @@ def test_parts_are_read_together_up_to_a_size():
     large = BlockLayout(16, 8, 1 << 20)
     assert [len(run) for run in runs_of(large.parts)] == [2, 2, 2, 2]
     ragged = BlockLayout(16, 1, 5000, ranks=3)
-    assert [len(run) for run in runs_of(ragged.parts)] == [1, 1, 1]
+    assert [len(run) for run in runs_of(ragged.parts)] == [3]
 
 
 def test_a_clear_on_the_way_publishes_nothing(make_harness):

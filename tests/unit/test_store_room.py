@@ -136,7 +136,7 @@ def test_a_tier_full_of_leases_says_no_room_and_heals(full):
 
 
 def test_dropping_what_was_not_written_is_counted(make_harness):
-    harness = make_harness({"nvme.write_bytes_per_hour_max": 1})
+    harness = make_harness({"nvme.write_bytes_per_day": 24})
     space, engine = harness.declare("a", LAYOUT), harness.engine()
     room = harness.store.host_tier.room(LAYOUT.slot_bytes)
     harness.wait(engine.store(space, harness.chain(space, tokens(room))))

@@ -203,8 +203,8 @@ def test_flushing_again_and_again_queues_nothing_twice(make_harness):
 
 
 def test_a_write_budget_sheds_and_comes_back(make_harness):
-    hourly = 60 * 4 * LAYOUT.block_bytes  # four blocks a minute
-    harness = make_harness({"nvme.write_bytes_per_hour_max": hourly})
+    daily = 24 * 60 * 4 * LAYOUT.block_bytes  # four blocks a minute
+    harness = make_harness({"nvme.write_bytes_per_day": daily, "policy.name": "lru"})
     space, engine = harness.declare("f", LAYOUT, kind=NamespaceKind.FLAT), harness.engine()
     chain = harness.chain(space, tokens(10))
     harness.wait(engine.store(space, chain))
@@ -217,11 +217,13 @@ def test_a_write_budget_sheds_and_comes_back(make_harness):
 
 
 def test_a_budget_is_spent_and_refilled():
-    budget = WriteBudget(3600, now=0.0)  # a byte a second, bursts of a minute
+    budget = WriteBudget(1.0, now=0.0)  # a minute's worth at once
     assert budget.take(60, 0.0)
     assert not budget.take(1, 0.5)
     assert budget.take(30, 30.0)
     assert not budget.take(31, 60.0)
+    assert not budget.take(3601, 1e6), "an hour's worth is spared"
+    assert budget.take(3600, 1e6)
     assert WriteBudget(0, 0.0).take(1 << 60, 0.0), "0: unlimited"
 
 
