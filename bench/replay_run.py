@@ -111,9 +111,8 @@ def _parser() -> argparse.ArgumentParser:
 def _lines(trace: Trace, options: argparse.Namespace, console: Console) -> list[Line]:
     model = MODELS[options.model]
     rooms = options.blocks or [max(1, round(trace.unique * each / 100)) for each in options.percent]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     lines: list[Line] = []
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with progress_bar(console) as progress:
         for room in rooms:
             lines += _at(room, trace, model, options, progress)
     return lines
@@ -151,6 +150,19 @@ def _at(
 
 def _show(progress: Progress, task: TaskID, done: int) -> None:
     progress.update(task, completed=done)
+
+
+def progress_bar(console: Console) -> Progress:
+    """What is replayed, how far it is, how long it still takes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console)
+
+
+def replay_shown(name: str, trace: Trace, tiers: Tiers) -> Outcome:
+    """`replay` under a progress bar on stderr, which goes when it ends."""
+    with progress_bar(Console(stderr=True)) as progress:
+        task = progress.add_task(name, total=trace.requests)
+        return replay(trace, tiers, partial(_show, progress, task))
 
 
 def _table(trace: Trace, lines: Sequence[Line]) -> Table:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from bench import replay_models
-from bench.harness import Bar, Context, Part, Reading
-from bench.replay_cache import MODEL_8B, Outcome, Tiers, replay
+from bench.harness import OUT, Bar, Context, Part, Reading
+from bench.replay_cache import MODEL_8B, Outcome, Tiers
+from bench.replay_run import Line, draw, replay_shown
 from bench.replay_traces import Trace, find
 
 VALUE = "value"
@@ -78,7 +79,8 @@ def lru_share(cell: Cell) -> float:
 @cache
 def measured(cell: Cell) -> Measured:
     """The value policy and LRU on one cell."""
-    outcome = replay(trace_of(cell.trace, cell.is_quick), Tiers(VALUE, room(cell)))
+    trace, tiers = trace_of(cell.trace, cell.is_quick), Tiers(VALUE, room(cell))
+    outcome = replay_shown(cell.name, trace, tiers)
     whole = infinite(cell.trace, cell.is_quick)
     return Measured(lru_share(cell), outcome.saved_seconds / whole, outcome)
 
@@ -121,9 +123,25 @@ def _worst(context: Context) -> Iterable[Reading]:
     for cell in _cells(context):
         context.step(cell.name)
         ratios[cell.name] = measured(cell).ratio
+    for trace in SIZES:
+        _draw(trace, context)
     name = min(ratios, key=lambda each: ratios[each])
     told = ", ".join(f"{each} {ratio:.3f}" for each, ratio in ratios.items())
     yield Reading("worst_cell_vs_lru", ratios[name], f"{name}; all: {told}")
+
+
+def _draw(trace: str, context: Context) -> None:
+    """Plots of all its cells in bench/out/replay."""
+    lines = []
+    for cell in _cells(context):
+        if cell.trace == trace:
+            found, size = measured(cell), (room(cell), cell.percent)
+            lines.append(Line("exact lru", *size, found.lru, 1.0))
+            lines.append(Line(VALUE, *size, found.value, found.ratio, found.outcome))
+    folder = OUT / "replay"
+    folder.mkdir(parents=True, exist_ok=True)
+    for plot in draw(trace, lines, folder):
+        context.step(f"written: {plot}")
 
 
 def _harness(percent: float, known: float) -> Part:

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from functools import cache
 
 from bench.harness import Bar, Context, Part, Reading
-from bench.replay_cache import MODEL_8B, Outcome, Tiers, replay
+from bench.replay_cache import MODEL_8B, Outcome, Tiers
+from bench.replay_run import replay_shown
 from bench.replay_single import VALUE, infinite, trace_of
 
 TRACE = "conversation"
@@ -31,12 +32,13 @@ def _rooms(host: int, nvme: int, is_quick: bool) -> tuple[int, int]:
 def lru(host: int, nvme: int, on_demotion: bool, is_quick: bool) -> Outcome:
     rooms = _rooms(host, nvme, is_quick)
     tiers = Tiers("lru", *rooms, write_on_demotion=on_demotion)
-    return replay(trace_of(TRACE, is_quick), tiers)
+    return replay_shown(f"lru {host} % + {nvme} %", trace_of(TRACE, is_quick), tiers)
 
 
 @cache
 def value(host: int, nvme: int, is_quick: bool) -> Outcome:
-    return replay(trace_of(TRACE, is_quick), Tiers(VALUE, *_rooms(host, nvme, is_quick)))
+    tiers = Tiers(VALUE, *_rooms(host, nvme, is_quick))
+    return replay_shown(f"{VALUE} {host} % + {nvme} %", trace_of(TRACE, is_quick), tiers)
 
 
 def _told(outcome: Outcome, is_quick: bool) -> str:
