@@ -33,7 +33,7 @@ from kvstore.nvme_room import NvmeRoom
 from kvstore.places import FileLock
 from kvstore.policies import make_policy
 from kvstore.policies.costs import BlockCosts
-from kvstore.policies.wear import WearPrice
+from kvstore.policies.wear import WearPrice, bytes_per_second
 from kvstore.policy import VictimPicker
 from kvstore.reservation_ends import ReservationEnds
 from kvstore.room import Room
@@ -163,7 +163,7 @@ def make_store(
         namespaces=namespaces,
         costs=costs,
         policy=make_policy(
-            config.policy.name, catalog, block_costs, WearPrice(config.write_bytes_per_second)
+            config.policy.name, catalog, block_costs, WearPrice(bytes_per_second(config.nvme))
         ),
         host=host,
         nvme=nvme,

@@ -32,7 +32,6 @@ from kvstore.config_gpu import GpuConfig, gpu_conflicts
 from kvstore.types import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvstore.units import GIB, KIB, MIB, format_bytes
 
-DAY_SECONDS = 86400.0
 SOCKET_PATH_BYTES_MAX = 107
 """What the kernel's sockaddr_un holds, less its closing zero."""
 
@@ -284,13 +283,6 @@ class Config(_Section, frozen=True):
     def arena_directory(self) -> Path:
         """Directory of the arena's files: one a user and daemon name."""
         return Path(self.host.directory) / f"kvstore-{os.getuid()}-{self.daemon.name}"
-
-    @property
-    def write_bytes_per_second(self) -> float:
-        """What the wear budget comes to; 0: there is none."""
-        nvme = self.nvme
-        budgets = (nvme.drive_writes_per_day * nvme.bytes_max, float(nvme.write_bytes_per_day))
-        return min((budget for budget in budgets if budget), default=0.0) / DAY_SECONDS
 
 
 def default_socket(name: str, env: Mapping[str, str]) -> Path:

@@ -28,6 +28,7 @@ from kvstore.layout import Part
 from kvstore.logs import get_logger
 from kvstore.namespaces import Namespace
 from kvstore.nvme_room import NvmeRoom, WriteBudget
+from kvstore.policies.wear import bytes_per_second
 from kvstore.segment import FrameFields
 from kvstore.store import ABSENT, COMMITTED, DRAINING, FILLING, NO_ROWS, READY, Store
 from kvstore.tier.nvme import NvmeTier
@@ -86,7 +87,7 @@ class WriteBehind:
         """Why blocks of the last batch did not become durable; "" when they did."""
         self._is_draining = False
         self._drained = asyncio.Event()
-        self._budget = WriteBudget(store.config.write_bytes_per_second, clock())
+        self._budget = WriteBudget(bytes_per_second(store.config.nvme), clock())
         self._log = get_logger("writebehind")
         store.on_ready = self.enqueue
         store.on_used.append(self.enqueue)

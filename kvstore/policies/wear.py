@@ -1,7 +1,7 @@
 """What a written byte costs, so that a budget of bytes lasts.
 
-Primitive: `WearPrice` (seconds of saved prefill that a byte has to bring). The price is the one at
-which, of what was offered lately, just as much is worth it as the budget allows; what was overspent
+Primitives: `bytes_per_second` (the budget), `WearPrice` (seconds of saved prefill that a byte has
+to bring). The price is the one at which, of what was offered lately, just as much is worth it as the budget allows; what was overspent
 is taken off, what was spared may be spent later. Pure; without a budget the price is 0.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.config import NvmeConfig
 from kvstore.types import FloatArray
 
+DAY_SECONDS = 86400.0
 _STEPS = 96
 _STEP_LOG2 = 0.25
 _FLOOR_LOG2 = -52.0
@@ -19,6 +21,12 @@ _HALF_LIFE_BLOCKS = 4096.0
 _BURST_SECONDS = 60.0
 _SPARED_SECONDS = 3600.0
 """What is not spent may be spent later, an hour's worth at most."""
+
+
+def bytes_per_second(nvme: NvmeConfig) -> float:
+    """What the budget comes to; 0: there is none."""
+    budgets = (nvme.drive_writes_per_day * nvme.bytes_max, float(nvme.write_bytes_per_day))
+    return min((budget for budget in budgets if budget), default=0.0) / DAY_SECONDS
 
 
 class WearPrice:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvstore.catalog import ABSENT_ROW, Catalog
+from kvstore.config import NvmeConfig
 from kvstore.costs import Costs
 from kvstore.errors import ConfigError
 from kvstore.policies import NAMES, make_policy
@@ -14,7 +16,7 @@ from kvstore.policies.ghosts import WAYS, Ghosts, Remembered
 from kvstore.policies.hazard import Hazard, Intervals
 from kvstore.policies.shadow import Shadow
 from kvstore.policies.value import ValuePolicy
-from kvstore.policies.wear import WearPrice
+from kvstore.policies.wear import WearPrice, bytes_per_second
 from kvstore.policy import RequestShape, VictimPicker
 from kvstore.types import NamespaceId, ReplicaState, Tier
 
@@ -401,6 +403,13 @@ def test_the_wear_price_lets_as_much_through_as_the_budget():
         wear.spend(chosen)
         written += chosen
     assert written == pytest.approx(2000 * 1e6, rel=0.15)
+
+
+def test_the_smaller_budget_counts():
+    assert bytes_per_second(NvmeConfig()) == 0.0
+    twice = NvmeConfig(bytes_max=86400, drive_writes_per_day=2.0)
+    assert bytes_per_second(twice) == 2.0
+    assert bytes_per_second(msgspec.structs.replace(twice, write_bytes_per_day=86400)) == 1.0
 
 
 def test_memory_beside_the_catalog_stays_small():
