@@ -1,8 +1,9 @@
 """What a written byte costs, so that a budget of bytes lasts.
 
 Primitives: `bytes_per_second` (the budget), `WearPrice` (seconds of saved prefill that a byte has
-to bring). The price is the one at which, of what was offered lately, just as much is worth it as the budget allows; what was overspent
-is taken off, what was spared may be spent later. Pure; without a budget the price is 0.
+to bring). The price is the one at which, of what was offered lately, just as much is worth it as
+the budget allows; what was overspent is taken off, what was spared may be spent later. Pure;
+without a budget the price is 0.
 """
 
 from __future__ import annotations
