@@ -16,7 +16,7 @@ import pytest
 from bench.gpu_measure import Reservation
 from bench.gpu_schedules import PLANTED, run_schedule, seeds_until_found
 from bench.gpu_world import Baton, RandomChoice, Slots, Source, World
-from engine_adapter import pinning, transfer_moves
+from engine_adapter import device_transfer, pinning, transfer_moves
 from engine_adapter.device_transfer import DeviceTransfers
 from engine_adapter.lanes import Lanes
 from engine_adapter.loader import LoadFailed
@@ -24,8 +24,8 @@ from engine_adapter.pinning import PinnedArena
 from engine_adapter.transfer import LoadPlan, PagedTarget, Plane, SavePlan, planes_of
 from engine_adapter.transfer_moves import Choice, calibrated
 from engine_adapter.transfer_plan import Pieces, compiled, placed, portions
-from kvstore.device import Device
-from kvstore.errors import DeviceError, InvalidRequest
+from kvstore.device import OVERLAP_BYTES_MAX, Device
+from kvstore.errors import ConfigError, DeviceError, InvalidRequest
 from kvstore.layout import BlockLayout
 from kvstore.testing.fake_device import FakeDevice
 from kvstore.types import ByteArray, IntArray
@@ -375,6 +375,50 @@ def test_both_mechanisms_are_measured_and_the_faster_one_is_chosen(
         assert measured.name_for(pieces, True) == wanted
         assert measured.name_for(pieces, False) != wanted
         assert measured.describe()["load 16 x 4 KiB"].startswith(wanted)
+
+
+def test_a_device_is_measured_when_it_is_opened_and_used_as_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer_moves, "COUNTS", (4,))
+    monkeypatch.setattr(transfer_moves, "LENGTHS", (4096,))
+    monkeypatch.setattr(transfer_moves, "PROBE_BYTES", 1 << 16)
+    for total, cases in ((1 << 17, 2), (1 << 15, 0)):
+        device = FakeDevice(mood="eager", total_bytes=total)
+        monkeypatch.setattr(device_transfer, "open_device", lambda index, found=device: found)
+        transfers = DeviceTransfers.open(0)
+        assert len(transfers.describe()["measured"]) == cases  # type: ignore[arg-type]
+        transfers.close()
+    case = (True, 4096, 4)
+    for faster in ("batch", "kernel"):
+        device = FakeDevice(mood="eager")
+        times = {"batch": 1.0, "kernel": 1.0, faster: 0.1}
+        lanes = Lanes(device, now=float, pause=lambda: None, choice=Choice({case: times}))
+        host, there = device.allocate_pinned(16384), device.allocate(16384)
+        at = np.arange(0, 16384, 4096, dtype=np.uint64)
+        ends = np.uint64(host.ctypes.data) + at, np.uint64(there) + at
+        pieces = Pieces(*ends, np.full(4, 4096, np.uint64), 16384)
+        lanes.enqueue(pieces, True, lanes.load_stream, [], None)
+        assert lanes.bytes_by_way[faster] == 16384
+    monkeypatch.setattr(FakeDevice, "make_kernel", broken)
+    with pytest.raises(ConfigError, match="extra `gpu`"):
+        DeviceTransfers.open(0)
+
+
+def test_a_batch_that_stays_off_the_processors_is_never_within_the_device() -> None:
+    device = FakeDevice(mood="eager")
+    lanes = Lanes(device, now=float, pause=lambda: None)
+    most = OVERLAP_BYTES_MAX
+    lent, there = device.allocate(2 * most), device.allocate(2 * most)
+    lanes.pins.lend(lent, 2 * most)
+    for length, way in ((most, "kernel"), (most + 1, "batch")):
+        ends = (np.array([at], np.uint64) for at in (lent, there, length))
+        lanes.enqueue(Pieces(*ends, length), True, lanes.load_stream, [], None)
+        assert lanes.bytes_by_way[way] == length
+
+
+def broken(*_: object) -> None:
+    raise DeviceError("it does not compile")
 
 
 def test_what_is_not_pinned_goes_through_buffers_and_says_so() -> None:
