@@ -77,9 +77,9 @@ def compiled(target: Target) -> tuple[Program, ...]:
             programs.append((layer, 1, part, list(_packed(target, layer))))
             continue
         pieces = list(_joined(_pieces(target, layer)))
-        if programs:
+        if programs and len(pieces) == 1:
             first, count, before, earlier = programs[-1]
-            both = list(_joined([*earlier, *pieces]))
+            both = list(_joined([*earlier, *pieces])) if len(earlier) == 1 else []
             if before == part and len(both) == 1 and both[0].length <= PROGRAM_BYTES:
                 programs[-1] = (first, count + 1, part, both)
                 continue
