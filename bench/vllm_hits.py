@@ -141,7 +141,8 @@ def _files(context: Context) -> Iterator[Reading]:
                 for engine, seconds in ((theirs, theirs_seconds), (ours, our_seconds)):
                     took, cached = engine.first_token(number, TOKENS)
                     if cached < TOKENS - 64:
-                        raise RuntimeError(f"a hit of {cached} tokens only")
+                        name = "ours" if engine is ours else "OffloadingConnector"
+                        raise RuntimeError(f"{name}: a hit of {cached} tokens only")
                     if turn:  # the first round meets new shapes
                         seconds.append(took)
     setting = (

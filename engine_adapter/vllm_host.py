@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ class HostLoad(LoadTask):
         side: Side,
         pages: Mapping[int, LanePages],
         pool: Executor,
-        ended: SimpleQueue[HostLoad],
+        ended: Callable[[HostLoad], None],
     ) -> None:
         super().__init__(order, side.parts_of(order))
         self._pages = pages
@@ -96,7 +95,7 @@ class HostLoad(LoadTask):
             for gate in self._gates:
                 gate.set()
             if not self.order.is_layerwise:
-                self._ended.put(self)
+                self._ended(self)
 
     def _run(self) -> None:
         sources = [find_in_host(part.handle, part.order) for part in self.parts]
@@ -130,19 +129,25 @@ class HostLoader:
     def __init__(self, side: Side, pages: Mapping[int, LanePages]) -> None:
         self._side = side
         self._pages = pages
-        self._ended: SimpleQueue[HostLoad] = SimpleQueue()
+        self._ended: deque[HostLoad] = deque()
+        self._none_ended = threading.Lock()
+        """Held but for a moment: an idle engine waits at every step, on a bare lock cheapest."""
         self._pool = ThreadPoolExecutor(1, "kvstore-load")
 
     def make(self, order: LoadOrder) -> LoadTask:
-        return HostLoad(order, self._side, self._pages, self._pool, self._ended)
+        return HostLoad(order, self._side, self._pages, self._pool, self._end)
+
+    def _end(self, task: HostLoad) -> None:
+        """On the load thread."""
+        self._ended.append(task)
+        if self._none_ended.locked():
+            self._none_ended.release()
 
     def ended(self, wait_seconds: float) -> list[LoadTask]:
-        found: list[LoadTask] = []
-        while True:
-            try:
-                found.append(self._ended.get(bool(wait_seconds and not found), wait_seconds))
-            except Empty:
-                return found
+        self._none_ended.acquire(blocking=False)
+        if wait_seconds and not self._ended:
+            self._none_ended.acquire(timeout=wait_seconds)
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
