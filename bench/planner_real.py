@@ -1,8 +1,9 @@
 """The planner with a real engine: Gemma on the CPU, prefixes on an NVMe tier that is throttled.
 
-Prefixes are stored as blocks of 128 tokens, prefilled in chunks of a block (bit-exact units). Each
-round takes four times to the first token: computed without kvstore in chunks of 512, which is
-faster, and in chunks of a block, whose bits a hit has; loaded whole; and as planned. The daemon
+Prefixes are stored as blocks of 128 tokens. The meeting computes in chunks of a block (bit-exact
+units), beside a prefill in chunks of 512, which is faster; the cells are about decisions alone:
+nothing is asked of chunks there (`exact=False`), with kvstore or without. Each round takes three
+times to the first token: computed without kvstore, loaded whole, and as planned. The daemon
 learns what prefill and link cost from the rounds before those that count. The prefixes of all
 requests hold the same bytes, which changes no time.
 """
@@ -59,8 +60,6 @@ class Round:
     """Seconds to the first token."""
 
     computed: float
-    in_units: float
-    """Computed in the chunks that exactness asks for."""
     loaded: float
     planned: float
 
@@ -68,10 +67,12 @@ class Round:
 class Bench:
     """One daemon after the other, one a link speed."""
 
-    def __init__(self, context: Context, here: Stand, prose: Prose) -> None:
+    def __init__(self, context: Context, here: Stand, prose: Prose, **plain: int) -> None:
+        """`plain`: arguments of a generate call without kvstore."""
         self._context = context
         self._here = here
         self._prose = prose
+        self._plain = plain
 
     def rounds(self, cell: Cell, count: int, learning: int = 2) -> list[Round]:
         """The first `learning` rounds are not kept."""
@@ -110,14 +111,12 @@ class Bench:
         """The order alternates."""
         if turn % 2:
             planned, loaded = self._planned(first), self._loaded(second)
-            in_units = self._computed(first, BLOCK_TOKENS)
-            return Round(self._computed(first), in_units, loaded, planned)
-        computed, in_units = self._computed(first), self._computed(first, BLOCK_TOKENS)
-        loaded = self._loaded(first)
-        return Round(computed, in_units, loaded, self._planned(second))
+            return Round(self._computed(first), loaded, planned)
+        computed, loaded = self._computed(first), self._loaded(first)
+        return Round(computed, loaded, self._planned(second))
 
-    def _computed(self, ids: torch.Tensor, chunk: int = RECOMPUTE_CHUNK) -> float:
-        return self._here.ttft_without(ids, prefill_chunk_size=chunk)
+    def _computed(self, ids: torch.Tensor) -> float:
+        return self._here.ttft_without(ids, **self._plain)
 
     def _planned(self, ids: torch.Tensor) -> float:
         seconds = self._here.ttft(ids)
@@ -143,10 +142,9 @@ class Bench:
         return self._here.attached.last
 
 
-def _ratio(seen: list[Round], computed: str = "computed") -> float:
+def _ratio(seen: list[Round]) -> float:
     """Median of what was planned ÷ the better of the two fixed choices' medians."""
-    fixed = min(_median(seen, computed), _median(seen, "loaded"))
-    return _median(seen, "planned") / fixed
+    return _median(seen, "planned") / min(_median(seen, "computed"), _median(seen, "loaded"))
 
 
 def _median(seen: list[Round], name: str) -> float:
@@ -154,19 +152,19 @@ def _median(seen: list[Round], name: str) -> float:
 
 
 def _medians(seen: list[Round]) -> str:
-    names = ("computed", "in_units", "loaded", "planned")
-    told = ", ".join(f"{name} {1e3 * _median(seen, name):.0f}" for name in names)
-    return f"{told} ms; beside units {_ratio(seen, 'in_units'):.2f}"
+    names = ("computed", "loaded", "planned")
+    return ", ".join(f"{name} {1e3 * _median(seen, name):.0f}" for name in names) + " ms"
 
 
 def measure(context: Context, cells_worst: Bar, meeting: Bar) -> Iterator[Reading]:
     """Both figures, over one model."""
     model, tokens = gemma(timed_dtype())
     prose = Prose(tokens)
-    with stand(context.folder("planner"), model, block_tokens=BLOCK_TOKENS, plan=True) as here:
-        warm_up(context, here, prose.prompt(256))
-        bench = Bench(context, here, prose)
-        if context.wants(meeting.name):
+    options = {"block_tokens": BLOCK_TOKENS, "plan": True}
+    if context.wants(meeting.name):
+        with stand(context.folder("meeting"), model, **options) as here:
+            warm_up(context, here, prose.prompt(256))
+            bench = Bench(context, here, prose, prefill_chunk_size=RECOMPUTE_CHUNK)
             seen = bench.rounds(MEETING_CELL, context.several(7, 3))
             yield Reading(
                 meeting.name,
@@ -176,7 +174,10 @@ def measure(context: Context, cells_worst: Bar, meeting: Bar) -> Iterator[Readin
                 f"{bench.last.met_at_tokens} of {MEETING_CELL.stored_tokens} tokens; "
                 f"{MEETING_CELL.new_tokens} new, blocks of {BLOCK_TOKENS}, {timed_dtype()}",
             )
-        if context.wants(cells_worst.name):
+    if context.wants(cells_worst.name):
+        with stand(context.folder("cells"), model, exact=False, **options) as here:
+            warm_up(context, here, prose.prompt(256))
+            bench = Bench(context, here, prose)
             ratios, notes = [], []
             for cell in CELLS:
                 seen = bench.rounds(cell, context.several(5, 3))

@@ -375,14 +375,16 @@ class VictimPicker:
         return self._ours(pool, tier, rows)
 
     def _ours(self, pool: _Pool, tier: Tier, rows: IntArray) -> IntArray:
-        """Those of `rows` that lie in this size's slots, in the order of these."""
+        """Those of `rows` that lie in this size's slots."""
         slots = self._slots_of(rows, tier)
         # One search after the other in nearly the same place: a third of the time.
         order = slots.argsort()
-        slots = slots[order]
-        at = pool.held.searchsorted(slots)
-        is_ours: BoolArray = pool.held[np.minimum(at, pool.held.size - 1)] == slots
-        return rows[order[is_ours]]
+        ranked = slots[order]
+        at = np.minimum(pool.held.searchsorted(ranked), pool.held.size - 1)
+        is_ours = np.empty(rows.size, np.bool_)
+        is_ours[order] = pool.held[at] == ranked
+        ours: IntArray = rows[is_ours]
+        return ours
 
     def _follow(self, held: IntArray, tier: Tier, victims: IntArray) -> None:
         """Remember the victims' parents, which are leaves without them, and victims not evicted."""

@@ -32,9 +32,13 @@ _SEEN_LIMITS = (0.125, 0.5)
 _LENGTH_LIMITS = (2048, 8192, 32768)
 """Tokens."""
 SHAPES = 1 + (len(_SEEN_LIMITS) + 1) * (len(_LENGTH_LIMITS) + 1)
-_RECENT = 1.0 / 64.0
-"""Weight of one eviction in what is remembered of victims."""
-_VICTIMS_A_LOOK = 256
+_VICTIMS_A_LOOK = 64
+"""Evictions between two looks at what leaves,"""
+_LOOK_WEIGHT = 0.25
+"""and what a look weighs in what is remembered of them."""
+_WORTH_A_WRITE = 1.5
+"""What comes must bring so many times what leaves for it: a swap for the same writes for nothing.
+"""
 _STAY_SECONDS_MIN = 1.0
 
 
@@ -119,7 +123,7 @@ class ValuePolicy:
     def admit(self, rows: IntArray, tier: Tier, now: float) -> BoolArray:
         """See Policy. Of each chain the part that brings most; rows are in chain order."""
         sizes = self._costs.bytes(rows)
-        gains = self._gains(rows, now) - self._nvme_victim_gain
+        gains = self._gains(rows, now) - _WORTH_A_WRITE * self._nvme_victim_gain
         starts = self._starts_chain(rows)
         worth = _best_prefixes(gains * sizes, starts)
         self._wear.offer(np.maximum(gains, 0.0), sizes, now)
@@ -205,20 +209,19 @@ class ValuePolicy:
 
     def _look_at_victims(self, rows: IntArray, tier: Tier, now: float) -> None:
         """What has to leave lately, as a moving mean: newcomers are held against it."""
-        weight = 1.0 - (1.0 - _RECENT) ** self._victims_unseen[tier]
         self._victims_unseen[tier] = 0
         if not self._learner.shadow.is_leading:
             score = float(self.scores(rows, tier, now).mean())
-            self._victim_scores[tier] = _nearer(self._victim_scores.get(tier), score, weight)
+            self._victim_scores[tier] = _nearer(self._victim_scores.get(tier), score)
         if tier == Tier.NVME:
             stay = float((now - self._catalog.last_use[rows]).mean())
-            self._nvme_stay_seconds = _nearer(self._nvme_stay_seconds, stay, weight)
+            self._nvme_stay_seconds = _nearer(self._nvme_stay_seconds, stay)
             gain = float(self._gains(rows, now).mean())
-            self._nvme_victim_gain = _nearer(self._nvme_victim_gain, gain, weight)
+            self._nvme_victim_gain = _nearer(self._nvme_victim_gain, gain)
 
 
-def _nearer(old: float | None, new: float, weight: float) -> float:
-    return new if old is None else old + weight * (new - old)
+def _nearer(old: float | None, new: float) -> float:
+    return new if old is None else old + _LOOK_WEIGHT * (new - old)
 
 
 def _best_prefixes(gains: FloatArray, starts_chain: BoolArray) -> BoolArray:
