@@ -36,7 +36,7 @@ _VICTIMS_A_LOOK = 64
 """Evictions between two looks at what leaves,"""
 _LOOK_WEIGHT = 0.25
 """and what a look weighs in what is remembered of them."""
-_WORTH_A_WRITE = 1.5
+_WORTH_A_WRITE = 2.0
 """What comes must bring so many times what leaves for it: a swap for the same writes for nothing.
 """
 _STAY_SECONDS_MIN = 1.0
