@@ -8,7 +8,8 @@ resident after every few requests; loaded blocks must have their own colours.
 
 One tier of few hundred blocks, which the picker ranks whole: with more it draws samples, from a
 seed that a daemon does not tell. Write-behind is off, since what it has written by when depends on
-the disk, and so is the stay of chains that somebody may be adding to, which no trace tells. `python -m bench.replay_daemon CLOCK ...` is the daemon with that clock.
+the disk, and so is the stay of chains that somebody may be adding to, which no trace tells.
+`python -m bench.replay_daemon CLOCK ...` is the daemon with that clock.
 """
 
 from __future__ import annotations
