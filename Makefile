@@ -66,7 +66,7 @@ demo: $(if $(filter tiny,$(MODEL)),$(TORCH_STAMP),$(GEMMA_STAMP))  ## a support 
 	$(TORCH_BIN)/python -m bench.demo --model $(MODEL) $(ARGS)
 
 test-transformers: $(TORCH_STAMP)  ## the transformers adapter on real, small models
-	$(TORCH_BIN)/$(TESTS) -m engines tests/engines tests/gpu --ignore=tests/engines/vllm_engine
+	$(TORCH_BIN)/$(TESTS) -m engines tests/engines tests/gpu/test_vllm_worker.py --ignore=tests/engines/vllm_engine
 
 # A process a module: an engine is a process' only one, and its start is most of the cost.
 test-vllm: $(VLLM_STAMP)  ## the vLLM connector on the real engine
