@@ -234,7 +234,7 @@ def test_a_fault_of_ours_is_a_miss_and_logged(caplog: pytest.LogCaptureFixture) 
     with pytest.raises(LoadFailed, match=loader_module.UNFINISHED):
         load.wait(0)
     threads._pool.shutdown(wait=True)
-    assert "load thread failed" in caplog.text
+    assert "a background task failed" in caplog.text
 
 
 def test_nobody_waits_past_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_names_that_are_no_chain_match_as_far_as_they_are_one(harness):
         ([names[3], names[2], names[1], names[0]], 0),
     ):
         asked = harness.chain(space, tokens(len(broken)))
-        asked._names[:] = broken
+        asked._joined[:] = b"".join(broken)
         assert harness.wait(engine.load([(space, asked)])) == [blocks]
 
 
@@ -103,7 +103,7 @@ def test_flat_names_may_repeat(harness):
     stored = harness.chain(space, tokens(3))
     on_nvme_only(harness, space, stored, engine)
     asked = harness.chain(space, tokens(4))
-    asked._names[:] = [stored[2], stored[0], stored[2], stored[1]]
+    asked._joined[:] = stored[2] + stored[0] + stored[2] + stored[1]
     assert harness.wait(engine.load([(space, asked)])) == [4]
 
 
@@ -233,7 +233,7 @@ def test_a_name_is_compared_whole(harness):
         asked = harness.chain(space, tokens(1))
         name = bytearray(stored[0])
         name[byte] ^= 1
-        asked._names[0] = bytes(name)
+        asked._joined[:32] = name
         assert matched(harness, engine, (space, asked)) == 0
         assert harness.wait(engine.read_directory(space, asked)) == 0
 

@@ -86,7 +86,7 @@ def test_flush_takes_the_ancestors_along_and_says_no_for_strangers(harness, spac
     other = harness.declare("b", LAYOUT)
     harness.wait(engine.store(space, chain))
     tail = harness.chain(space, tokens(6))
-    tail._names[:] = [*tail._names[4:], b"x" * 32]
+    tail._joined[:] = tail.part(4, 6) + b"x" * 32
     assert harness.wait(engine.flush(space, tail)) == [True, True, False]
     assert on_nvme(harness, chain) == [True] * 6
     assert harness.wait(engine.flush(other, chain)) == [False] * 6
@@ -116,7 +116,7 @@ def test_a_long_ancestry_is_written_in_batches(make_harness, monkeypatch, fails)
 
     monkeypatch.setattr(harness.service.write_behind, "_write", noted)
     last = harness.chain(space, tokens(18))
-    last._names[:] = last._names[-1:]
+    last._joined[:] = last[17]
     assert harness.wait(engine.flush(space, last)) == [not fails]
     assert max(batches) == 4
     assert sum(on_nvme(harness, chain)) == (5 if fails else 18)
