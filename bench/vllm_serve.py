@@ -201,7 +201,7 @@ def _compare(context: Context, servers: dict[str, Server], kind: str) -> dict[st
     rounds: dict[str, list[tuple[float, list[list[float]]]]] = {"on": [], "off": []}
     counters = [f"vllm:{name}_total" for name in ("kvstore_loaded_tokens", "prefix_cache_hits")]
     before = {name: [server.counter(one) for one in counters] for name, server in servers.items()}
-    for turn in range(-2, context.several(4, 1)):  # twice to store, and to meet all shapes
+    for turn in range(-2, context.several(3, 1)):  # twice to store, and to meet all shapes
         context.step(f"{kind}: round {turn}")
         for name in sorted(servers, reverse=turn % 2 == 0):
             seen = _round(servers[name], kind, turn)

@@ -232,8 +232,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduled = scheduler_output.num_scheduled_tokens
         state = scheduler_output.kv_connector_block_state
         self._last_scheduled = tuple(scheduled)
+        # Tables of new requests were made for the workers; others' are made here, where needed.
+        made = {new.req_id: new.block_ids for new in scheduler_output.scheduled_new_reqs}
         orders = self.scheduler.step_orders(
-            scheduled, scheduler_output.preempted_req_ids or (), state.get_block_ids
+            scheduled,
+            scheduler_output.preempted_req_ids or (),
+            lambda request_id: made.get(request_id) or state.get_block_ids(request_id),
         )
         if self._held is not None and orders.saves:
             self._held.take(orders.saves)

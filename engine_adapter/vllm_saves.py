@@ -23,9 +23,11 @@ from engine_adapter.vllm_orders import BlockOrder, Lane
 from engine_adapter.vllm_requests import NOT_TOLD, Tracked
 from kvstore.fingerprint import Chain
 
-SAVES_MAX = 4
-"""Requests a step whose blocks are saved: those that compute many tokens, then those that decode,
-at least one of them. The others wait their turn: their blocks stay theirs while they run."""
+ANSWERS_MAX = 2
+"""Requests that decode whose blocks a step saves, besides those that compute many tokens. The
+others wait their turn: their blocks stay theirs while they run."""
+ANSWER_TOKENS = 64
+"""An answer's blocks are saved so many tokens at a time: a store costs the same for one or four."""
 NULL_BLOCK = 0
 """vLLM's place holder for blocks that left a sliding window."""
 
@@ -50,8 +52,10 @@ class SavePlan:
         self._step_tokens = gcd(*(lane.block_tokens for lane in lanes))
         """Some lane's block may end at every multiple of it."""
         has_windows = any(lane.window_tokens for lane in lanes)
-        self._saves_max = maxsize if has_windows else SAVES_MAX
+        self._answers_max = maxsize if has_windows else ANSWERS_MAX
         """What leaves a window is gone after its step."""
+        step = self._step_tokens
+        self._answer_tokens = step if has_windows else -(-ANSWER_TOKENS // step) * step
         self._step = 0
         self._due: dict[int, list[Tracked]] = {}
         """By step. An entry counts while `Tracked.due` says the same."""
@@ -79,7 +83,8 @@ class SavePlan:
         for tracked in self._looked_at(scheduled, tokens):
             count = scheduled.get(tracked.request.request_id, 0)
             computed = tracked.request.num_computed_tokens + count
-            if count and computed >= tracked.save_from and not is_held:
+            is_due = count > 1 or (count and computed >= tracked.save_from)
+            if is_due and not is_held:
                 self._save(tracked, computed, block_ids_of, saves)
             self.look_in(max(tracked.save_from - computed, 1), tracked)
         return saves
@@ -93,8 +98,8 @@ class SavePlan:
                 tracked.due = 0
         overdue, step = self._overdue, self._step
         overdue.extend(self._due.pop(step, ()))
-        saves_max = max(self._saves_max, len(chosen) + 1)
-        while overdue and len(chosen) < saves_max:
+        chosen_max = len(chosen) + self._answers_max
+        while overdue and len(chosen) < chosen_max:
             tracked = overdue.popleft()
             if 0 < tracked.due <= step:
                 chosen.append(tracked)
@@ -113,9 +118,9 @@ class SavePlan:
             if not tracked.take_lookup():
                 return
             saved = tracked.saved_tokens
-        request = tracked.request
+        request, step = tracked.request, self._step_tokens
         computed = min(computed, request.num_tokens)
-        ids = block_ids_of(request.request_id) if computed > saved else None
+        ids = block_ids_of(request.request_id) if computed // step > saved // step else None
         if ids is None:
             return
         tracked.name_computed(computed)
@@ -131,7 +136,7 @@ class SavePlan:
                     self._unstored[order.number] = (request, lane, first, order)
         self._last.append((tracked, saved))
         tracked.saved_tokens = computed
-        tracked.save_from = computed - computed % self._step_tokens + self._step_tokens
+        tracked.save_from = computed - computed % step + self._answer_tokens
 
     def lost(self) -> None:
         """The last step's saves count for nothing."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.vllm_saves import SAVES_MAX
+from engine_adapter.vllm_saves import ANSWER_TOKENS, ANSWERS_MAX
 from engine_adapter.vllm_settings import Settings
 from tests.conftest import DaemonProcess
 from tests.e2e.kit import SECONDS_MAX, eventually, running
@@ -229,15 +229,17 @@ def test_decoded_blocks_are_stored_when_their_tokens_are_known(engine: FakeEngin
     request = FakeRequest("a", tokens_of(1, 2 * BLOCK - 1))
     engine.scheduler.arrived(request)  # type: ignore[arg-type]
     engine.ask(request)
-    table = engine.ids(4 * BLOCK)
+    table = engine.ids(8 * BLOCK)
     count = request.num_tokens
     engine.step({"a": count}, {"a": table}, {"a": request})
-    for token in range(BLOCK + 3):
+    for token in range(ANSWER_TOKENS + 3):
         request.num_computed_tokens = request.num_tokens
         request.all_token_ids.append(90_000 + token)
         engine.step({"a": 1}, {"a": table}, {"a": request})
     assert engine.worker.wait_idle(SECONDS_MAX)
-    assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 3
+    assert (
+        engine.scheduler._handles[0].match(engine.chain(0, request)) == 1 + ANSWER_TOKENS // BLOCK
+    )
 
 
 def test_salt_adapter_and_pictures_separate_prompts(engine: FakeEngine) -> None:
@@ -308,8 +310,8 @@ def test_what_finds_no_room_aside_is_counted_and_nothing_else(store: DaemonProce
 
 
 def test_blocks_of_many_that_decode_are_stored_a_few_a_step(engine: FakeEngine) -> None:
-    many = [FakeRequest(f"d{at}", tokens_of(700 + at, BLOCK)) for at in range(SAVES_MAX + 2)]
-    tables = {one.request_id: engine.ids(4 * BLOCK) for one in many}
+    many = [FakeRequest(f"d{at}", tokens_of(700 + at, BLOCK)) for at in range(ANSWERS_MAX + 2)]
+    tables = {one.request_id: engine.ids(8 * BLOCK) for one in many}
     by_id = {one.request_id: one for one in many}
     scheduler: Any = engine.scheduler
     for one in many:
@@ -319,16 +321,17 @@ def test_blocks_of_many_that_decode_are_stored_a_few_a_step(engine: FakeEngine) 
     engine.step({one.request_id: BLOCK for one in many}, tables, by_id)
     looks: list[int] = []
     resolve = {request_id: list(table) for request_id, table in tables.items()}
-    for at in range(BLOCK + 3):
+    for at in range(ANSWER_TOKENS + 3):
         for one in many:
             one.num_computed_tokens = BLOCK + at
             one.all_token_ids.append(at)
         orders = scheduler.step_orders(dict.fromkeys(by_id, 1), (), resolve.get)
         looks.append(len(orders.saves))
-    ends = BLOCK - 1  # the step that completes a block of each
+        assert all(len(order) == ANSWER_TOKENS // BLOCK for order in orders.saves)
+    ends = ANSWER_TOKENS - 1  # the step that completes enough of each
     assert looks[:ends] == [0] * ends
-    assert looks[ends : ends + 2] == [SAVES_MAX, 2]
-    assert looks[ends + 2 :] == [0, 0]
+    assert looks[ends : ends + 2] == [ANSWERS_MAX, 2]
+    assert not any(looks[ends + 2 :])
 
 
 # ---------------------------------------------------------------------- on a device only
