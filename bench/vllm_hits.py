@@ -132,6 +132,7 @@ def _files(context: Context) -> Iterator[Reading]:
             for number in numbers:
                 theirs.first_token(number, TOKENS)
                 ours.first_token(number, TOKENS)
+            theirs.first_token(10**6 + turn, TOKENS)  # its last store ends with a later step
             theirs.forget_all()
             ours.forget()
             daemon.stop()
