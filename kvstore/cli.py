@@ -222,11 +222,11 @@ def clear(
     """
     from kvstore.rpc.control_pb2 import ClearRequest
 
-    if (namespace is None) != all:
+    if bool(namespace) == all:
         raise InvalidRequest("clear: name one namespace (64 hex digits or a label) or give --all")
     config, _ = where.load({})
     with _control(config) as control:
-        name = b"" if namespace is None else _namespace_named(control, namespace)
+        name = _namespace_named(control, namespace) if namespace else b""
         request = ClearRequest(namespace=name, all=all)
         cleared = control.Clear(request, timeout=CALL_SECONDS_MAX).namespaces
     print(f"cleared {cleared} namespace{'' if cleared == 1 else 's'}")

@@ -31,6 +31,7 @@ TREE = {
         {"id": NAMESPACE.hex(), "label": "mine", "block_bytes": 2048},
         {"id": "00ff", "label": "twice", "block_bytes": 2048},
         {"id": "00fe", "label": "twice", "block_bytes": 2048},
+        {"id": "00fd", "label": "", "block_bytes": 2048},
     ],
     "latencies": {
         "Match": {"seconds": 0.1, "buckets": {"0.001": 98, "0.01": 100, "+Inf": 100}},
@@ -129,6 +130,7 @@ def test_stat_for_people(shell: Shell, daemon: StandIn) -> None:
         f"  id {NAMESPACE.hex()}, label mine, block_bytes 2.0 KiB",
         "  id 00ff, label twice, block_bytes 2.0 KiB",
         "  id 00fe, label twice, block_bytes 2.0 KiB",
+        "  id 00fd, label none, block_bytes 2.0 KiB",
         "latencies",
         "  Match           100 calls, mean 1.00 ms, P99 at most 10 ms",
         "  Stat              2 calls, mean 4500.00 ms, P99 above 0.01 s",
@@ -230,7 +232,9 @@ def test_clear_by_a_label_that_only_one_has(shell: Shell, daemon: StandIn) -> No
     assert daemon.asked == [pb.ClearRequest(namespace=NAMESPACE)]
 
 
-@pytest.mark.parametrize("arguments", [[], [NAMESPACE.hex(), "--all"], ["zz"], ["00ff"], ["twice"]])
+@pytest.mark.parametrize(
+    "arguments", [[], [""], [NAMESPACE.hex(), "--all"], ["zz"], ["00ff"], ["twice"]]
+)
 def test_clear_needs_exactly_one_good_target(
     shell: Shell, daemon: StandIn, arguments: list[str]
 ) -> None:
