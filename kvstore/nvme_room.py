@@ -18,13 +18,13 @@ import numpy as np
 
 from kvstore.errors import TierError
 from kvstore.logs import get_logger
+from kvstore.policies.wear import BURST_SECONDS, SPARED_SECONDS
 from kvstore.policy import VictimPicker
 from kvstore.store import ABSENT, NO_ROWS, Store
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import IntArray, ReplicaState, Tier
 
 RETRY_SECONDS = 1.0
-BURST_SECONDS, SPARED_SECONDS = 60.0, 3600.0
 
 
 class WriteBudget:

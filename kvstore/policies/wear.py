@@ -19,8 +19,9 @@ _STEP_LOG2 = 0.25
 _FLOOR_LOG2 = -52.0
 """Prices from 2^-52 s a byte, by quarters of an octave: 64 MiB for 15 ns, up to 0.25 s."""
 _HALF_LIFE_BLOCKS = 4096.0
-_BURST_SECONDS = 60.0
-_SPARED_SECONDS = 3600.0
+BURST_SECONDS = 60.0
+"""So much of the budget is there at once."""
+SPARED_SECONDS = 3600.0
 """What is not spent may be spent later, an hour's worth at most."""
 
 
@@ -40,7 +41,7 @@ class WearPrice:
         """Bytes offered lately, by what they would bring."""
         self._seconds = 0.0
         """Time in which they were."""
-        self._credit = rate * _BURST_SECONDS
+        self._credit = rate * BURST_SECONDS
         self._last = -np.inf
 
     def offer(self, seconds_a_byte: FloatArray, sizes: FloatArray, now: float) -> None:
@@ -55,7 +56,7 @@ class WearPrice:
         logs = np.log2(np.maximum(seconds_a_byte, 2.0**_FLOOR_LOG2)) - _FLOOR_LOG2
         steps = np.minimum(logs / _STEP_LOG2, _STEPS - 1).astype(np.int64)
         self._offered += np.bincount(steps, weights=sizes, minlength=_STEPS)
-        most = self._rate * _SPARED_SECONDS
+        most = self._rate * SPARED_SECONDS
         self._credit = min(most, self._credit + passed * self._rate)
         self._set_price()
 
