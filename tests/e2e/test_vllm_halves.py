@@ -136,10 +136,7 @@ def test_a_pass_that_does_not_ask_for_its_layers_read_them_too_early(
     engine = layerwise
     engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
     request = FakeRequest("b", tokens_of(1, 5 * BLOCK))
-    engine.scheduler.arrived(request)  # type: ignore[arg-type]
-    tokens, _ = engine.ask(request)
-    table = engine.ids(request.num_tokens)
-    engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+    tokens, table = engine.admit(request)
     request.num_computed_tokens = tokens
     monkeypatch.setattr(engine.worker, "wait_for_layer", lambda name: None)
     last = engine.step({"b": BLOCK}, {"b": table}, {"b": request})
@@ -369,10 +366,7 @@ def test_layers_that_come_too_late_are_computed_behind_them(store: DaemonProcess
     with DeviceEngine(store.socket, lane(name="late"), settings=settings) as engine:
         engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
         request = FakeRequest("b", tokens_of(1, 5 * BLOCK))
-        engine.scheduler.arrived(request)  # type: ignore[arg-type]
-        tokens, _ = engine.ask(request)
-        table = engine.ids(request.num_tokens)
-        engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+        tokens, table = engine.admit(request)
         request.num_computed_tokens = tokens
         stuck = engine.lanes_of_device.load_stream
         engine.fake.hold(stuck)
@@ -390,10 +384,7 @@ def test_the_daemon_dies_in_the_middle_of_a_device_load() -> None:
     with running() as daemon, DeviceEngine(daemon.socket, lane(name="killed")) as engine:
         engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
         request = FakeRequest("b", tokens_of(1, 5 * BLOCK))
-        engine.scheduler.arrived(request)  # type: ignore[arg-type]
-        tokens, _ = engine.ask(request)
-        table = engine.ids(request.num_tokens)
-        engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+        _, table = engine.admit(request)
         stuck = engine.lanes_of_device.load_stream
         engine.fake.hold(stuck)
         assert not engine.step({}).received
@@ -411,10 +402,7 @@ def test_a_device_that_fails_leaves_no_request_waiting(store: DaemonProcess) -> 
     with DeviceEngine(store.socket, lane(name="failed")) as engine:
         engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
         request = FakeRequest("b", tokens_of(1, 5 * BLOCK))
-        engine.scheduler.arrived(request)  # type: ignore[arg-type]
-        tokens, _ = engine.ask(request)
-        table = engine.ids(request.num_tokens)
-        engine.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+        _, table = engine.admit(request)
         engine.fake.hold(engine.lanes_of_device.load_stream)
         assert not engine.step({}).received
         engine.fake._fault("it fell off the bus")

@@ -251,12 +251,17 @@ class FakeEngine:
         self.step({})
         return table
 
-    def load(self, request: FakeRequest) -> tuple[int, list[list[int]], SimpleNamespace]:
-        """Arrive, load what is found beside the forward pass; (tokens, tables, last step)."""
+    def admit(self, request: FakeRequest) -> tuple[int, list[list[int]]]:
+        """Arrive and get blocks: how many tokens are to be loaded, and the tables."""
         self.scheduler.arrived(request)  # type: ignore[arg-type]
         tokens, _ = self.ask(request)
         table = self.ids(request.num_tokens, tokens)
         self.scheduler.allocated(request, table, tokens)  # type: ignore[arg-type]
+        return tokens, table
+
+    def load(self, request: FakeRequest) -> tuple[int, list[list[int]], SimpleNamespace]:
+        """Arrive, load what is found beside the forward pass; (tokens, tables, last step)."""
+        tokens, table = self.admit(request)
         last = SimpleNamespace(received=set(), failed=set(), bad=set(), report=None)
         until = time.monotonic() + SECONDS_MAX
         while tokens and request.request_id not in last.received:

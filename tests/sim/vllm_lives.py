@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -415,21 +416,11 @@ def _play(world: World) -> None:
 # ---------------------------------------------------------------------- planted bugs
 
 
-def _save_without_mark() -> AbstractContextManager[Any]:
+def _without_mark(stream_name: str) -> AbstractContextManager[Any]:
     real = Lanes.hand_over
 
     def hand_over(self: Lanes, compute_stream: int, stream: int, mark: int | None) -> None:
-        if stream != self.save_stream:
-            real(self, compute_stream, stream, mark)
-
-    return mock.patch.object(Lanes, "hand_over", hand_over)
-
-
-def _load_without_mark() -> AbstractContextManager[Any]:
-    real = Lanes.hand_over
-
-    def hand_over(self: Lanes, compute_stream: int, stream: int, mark: int | None) -> None:
-        if stream != self.load_stream:
+        if stream != getattr(self, stream_name):
             real(self, compute_stream, stream, mark)
 
     return mock.patch.object(Lanes, "hand_over", hand_over)
@@ -465,8 +456,8 @@ def _no_second_look() -> AbstractContextManager[Any]:
 
 
 PLANTED: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
-    "a save that does not wait for its step": _save_without_mark,
-    "a load that does not wait for the last owner": _load_without_mark,
+    "a save that does not wait for its step": partial(_without_mark, "save_stream"),
+    "a load that does not wait for the last owner": partial(_without_mark, "load_stream"),
     "blocks given back before the save's last copy": _free_when_enqueued,
     "a load answered before its last copy": _answered_when_enqueued,
     "layers read before they came": _no_wait_for_layers,

@@ -23,6 +23,7 @@ from engine_adapter.vllm_target import content_order, planes_for
 from engine_adapter.vllm_worker import WorkerSide
 from kvstore.layout import BlockLayout
 from kvstore.types import NamespaceId
+from tests.sim.vllm_lives import Pool
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 LAYERS, BLOCKS, CONTENT = 3, 5, 6
@@ -145,19 +146,8 @@ def test_kv_on_an_unknown_kind_of_device_is_refused_by_name() -> None:
 
 
 def test_held_blocks_are_free_when_their_save_and_their_request_ended() -> None:
-    class Pool:
-        def __init__(self) -> None:
-            self.blocks = [SimpleNamespace(ref_cnt=1) for _ in range(4)]
-
-        def touch(self, blocks: Any) -> None:
-            for block in blocks:
-                block.ref_cnt += 1
-
-        def free_blocks(self, blocks: Any) -> None:
-            for block in blocks:
-                block.ref_cnt -= 1
-
-    pool = Pool()
+    pool = Pool(4)
+    pool.touch(pool.blocks)
     held = HeldBlocks(pool)
     order = BlockOrder(0, NamespaceId(bytes(32)), bytes(32), bytes(64), [1, 3], number=7)
     held.take([order])
