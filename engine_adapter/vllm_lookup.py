@@ -220,6 +220,7 @@ class Lookups:
                     self._all_settled.release()
             if lookup.is_done and lookup.tokens:
                 self._guarded(lookup, self._hold)
+            lookup = None  # its request is the engine's to free while this thread waits
 
     def _next(self) -> Lookup | None:
         for _ in range(NAPS):

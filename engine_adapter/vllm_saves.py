@@ -57,9 +57,10 @@ class SavePlan:
         step = self._step_tokens
         self._answer_tokens = step if has_windows else -(-ANSWER_TOKENS // step) * step
         self._step = 0
-        self._due: dict[int, list[Tracked]] = {}
-        """By step. An entry counts while `Tracked.due` says the same."""
-        self._overdue: deque[Tracked] = deque()
+        self._due: dict[int, list[str]] = {}
+        """Requests by step. An entry counts while `Tracked.due` says the same; by id, so that
+        what an entry outlives is freed by the engine, not by a later step of ours."""
+        self._overdue: deque[str] = deque()
         self._last: list[tuple[Tracked, int]] = []
         """Requests saved in the step that was ordered last, and what they had saved before."""
         self._next_number = 0
@@ -70,7 +71,7 @@ class SavePlan:
         """Nothing for a request whose prefix is not known, or that waits for it anew."""
         if tracked.lookup is not None:
             tracked.due = self._step + steps
-            self._due.setdefault(tracked.due, []).append(tracked)
+            self._due.setdefault(tracked.due, []).append(tracked.request.request_id)
 
     def orders(
         self, scheduled: Mapping[str, int], tokens: int, block_ids_of: BlockIdsOf, is_held: bool
@@ -100,9 +101,9 @@ class SavePlan:
         overdue.extend(self._due.pop(step, ()))
         chosen_max = len(chosen) + self._answers_max
         while overdue and len(chosen) < chosen_max:
-            tracked = overdue.popleft()
-            if 0 < tracked.due <= step:
-                chosen.append(tracked)
+            due = self._requests.get(overdue.popleft())
+            if due is not None and 0 < due.due <= step:
+                chosen.append(due)
         return chosen
 
     def _save(

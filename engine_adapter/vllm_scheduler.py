@@ -243,10 +243,8 @@ class SchedulerSide:
             self._loads = [order for order in self._loads if self._keeps(order, request_id)]
         self._track(request_id)
         tracked = self._requests.pop(request_id, None)
-        if tracked is not None:
-            tracked.due = 0
-            if not tracked.is_loading:
-                tracked.end_lookup()
+        if tracked is not None and not tracked.is_loading:
+            tracked.end_lookup()
 
     @staticmethod
     def _keeps(order: LoadOrder, request_id: str) -> bool:

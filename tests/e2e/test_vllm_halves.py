@@ -5,6 +5,7 @@ Field cases VLLM-1, 2, 4, 7, 8, 10, 11, 15, 16. What the real engine does is tol
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,15 @@ def test_an_abort_leaves_nothing_behind(engine: FakeEngine, phase: str) -> None:
         assert not received_again, "told twice"
     assert not scheduler._requests
     assert not scheduler._loading
+
+
+def test_a_finished_request_is_the_engines_to_free(engine: FakeEngine) -> None:
+    request = FakeRequest("a", tokens_of(1, 3 * BLOCK))
+    seen = weakref.ref(request)
+    engine.compute(request)
+    del request
+    engine.compute(FakeRequest("b", tokens_of(2, BLOCK)))
+    eventually(lambda: seen() is None, "freed")
 
 
 def test_a_preempted_request_is_looked_up_anew(engine: FakeEngine) -> None:
