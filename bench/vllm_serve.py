@@ -51,9 +51,14 @@ BARS = {
     "none": Bar("serve_none_outside", "ratios", at_most=0),
 }
 DAEMON = {"host.bytes": "1GiB", "nvme.enabled": "false"}
+ROUNDS = {"shared": 3, "mixed": 3, "none": 6}
+"""The last is about small differences."""
+DRAWS = 1000
 QUANTILES = (50, 95, 99)
 Row = dict[str, float]
 """What one round, or all of them, showed: "throughput", "ttft_p50", ..., "itl_p99"."""
+Round = tuple[float, list[list[float]]]
+"""Seconds, and the times of every answer's pieces."""
 
 
 class Server:
@@ -175,8 +180,7 @@ def _prompt(kind: str, turn: int, at: int) -> list[int]:
     return tokens + [tail.randrange(300, 200_000) for _ in range(TAIL_TOKENS)]
 
 
-def _round(server: Server, kind: str, turn: int) -> tuple[float, list[list[float]]]:
-    """(seconds, times of every answer's pieces) of a round."""
+def _round(server: Server, kind: str, turn: int) -> Round:
     prompts = [_prompt(kind, turn, at) for at in range(PREFIXES)]
     began = time.perf_counter()
     with ThreadPoolExecutor(CLIENTS) as clients:
@@ -184,7 +188,7 @@ def _round(server: Server, kind: str, turn: int) -> tuple[float, list[list[float
     return time.perf_counter() - began, times
 
 
-def _row(rounds: Sequence[tuple[float, list[list[float]]]]) -> Row:
+def _row(rounds: Sequence[Round]) -> Row:
     """Throughput in tokens a second, the rest in seconds."""
     times = [one for _, answers in rounds for one in answers]
     row = {"throughput": sum(map(len, times)) / sum(seconds for seconds, _ in rounds)}
@@ -196,23 +200,19 @@ def _row(rounds: Sequence[tuple[float, list[list[float]]]]) -> Row:
 
 
 def _compare(context: Context, servers: dict[str, Server], kind: str) -> dict[str, Any]:
-    """{"on": row, "off": row, "ratio": row, "low": row, "high": row} over all rounds; low and high
-    are the quartiles of the rounds' own ratios."""
-    rounds: dict[str, list[tuple[float, list[list[float]]]]] = {"on": [], "off": []}
+    """{"on": row, "off": row, "ratio": row, "low": row, "high": row} over all rounds."""
+    rounds: dict[str, list[Round]] = {"on": [], "off": []}
     counters = [f"vllm:{name}_total" for name in ("kvstore_loaded_tokens", "prefix_cache_hits")]
     before = {name: [server.counter(one) for one in counters] for name, server in servers.items()}
-    for turn in range(-2, context.several(3, 1)):  # twice to store, and to meet all shapes
+    count = context.several(ROUNDS[kind], 1)
+    for turn in range(-2, count):  # twice to store, and to meet all shapes
         context.step(f"{kind}: round {turn}")
         for name in sorted(servers, reverse=turn % 2 == 0):
             seen = _round(servers[name], kind, turn)
             if turn >= 0:
                 rounds[name].append(seen)
     on, off = _row(rounds["on"]), _row(rounds["off"])
-    each = [
-        {name: a[name] / b[name] for name in on}
-        for a, b in zip(map(_single, rounds["on"]), map(_single, rounds["off"]), strict=True)
-    ]
-    quartiles = {name: np.percentile([one[name] for one in each], [25, 75]) for name in on}
+    low, high = _interval(rounds["on"], rounds["off"])
     hits = {
         f"{name}_{one}": server.counter(one) - before[name][at]
         for name, server in servers.items()
@@ -222,15 +222,26 @@ def _compare(context: Context, servers: dict[str, Server], kind: str) -> dict[st
         "on": on,
         "off": off,
         "ratio": {name: on[name] / off[name] for name in on},
-        "low": {name: float(pair[0]) for name, pair in quartiles.items()},
-        "high": {name: float(pair[1]) for name, pair in quartiles.items()},
-        "requests": PREFIXES * len(each),
+        "low": low,
+        "high": high,
+        "requests": PREFIXES * count,
         "tokens": hits,
     }
 
 
-def _single(one: tuple[float, list[list[float]]]) -> Row:
-    return _row([one])
+def _interval(on: Sequence[Round], off: Sequence[Round]) -> tuple[Row, Row]:
+    """Where 95 % of the ratios lie that other rounds like these would show: drawn from them again
+    and again, with replacement (Efron's bootstrap). Two clients make two kinds of TTFT, alone and
+    behind a prefill: one request more of a kind moves the P50 from one to the other."""
+    draw = np.random.default_rng(0)
+    drawn = []
+    for _ in range(DRAWS):
+        chosen = draw.integers(len(on), size=len(on))
+        a, b = _row([on[at] for at in chosen]), _row([off[at] for at in chosen])
+        drawn.append([a[name] / b[name] for name in a])
+    low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
+    names = list(_row(on))
+    return dict(zip(names, low.tolist(), strict=True)), dict(zip(names, high.tolist(), strict=True))
 
 
 def _measure(context: Context) -> Iterator[Reading]:
