@@ -23,8 +23,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,7 @@ from engine_adapter.vllm_orders import BlockOrder, LoadOrder
 from engine_adapter.vllm_target import prove_target, target_of
 from kvstore.client import WriteReservation
 from kvstore.client.inplace import InPlace, find_in_host, let_in
-from kvstore.errors import DeviceError, KVStoreError
+from kvstore.errors import DeviceError, KVStoreError, Unavailable
 from kvstore.types import BlockStatus
 
 HELD_SHARE = 4
@@ -48,6 +49,10 @@ UNDER_WAY_MAX = 16
 """Saves that may copy before the oldest one is committed."""
 STUCK_SECONDS = 60.0
 """A save that has not ended by then is given up with its slots."""
+SLOW_SECONDS = 1.9
+"""A call that took so long came to its deadline, 2 s at least, or nearly: the daemon hangs."""
+PAUSE_SECONDS = 1.0
+"""It is then not asked for so long: what waits is not stored, and its blocks are free at once."""
 
 _GRANTED = frozenset((BlockStatus.GRANTED, BlockStatus.PRESENT))
 
@@ -225,6 +230,7 @@ class DeviceSaver(Saver):
         self._held_blocks_max = min(blocks, default=0) // HELD_SHARE
         self._free: list[int] = []
         self._under_way: deque[_Held] = deque()
+        self._ask_from = 0.0
 
     # ------------------------------------------------------------------ the engine's thread
 
@@ -281,7 +287,8 @@ class DeviceSaver(Saver):
         save.present = len(order) if has.all() else int(has.argmin())
         for start in range(save.present, len(order), BLOCKS_PER_RESERVATION):
             count = min(BLOCKS_PER_RESERVATION, len(order) - start)
-            reservation = handle.reserve(order, start=start, count=count)
+            with self._asking():
+                reservation = handle.reserve(order, start=start, count=count)
             try:
                 copies = self._copy(save, reservation, start)
             except KVStoreError:
@@ -290,6 +297,19 @@ class DeviceSaver(Saver):
             save.lots.append(_Lot(reservation, copies))
             if not _GRANTED.issuperset(reservation.statuses):
                 return  # what follows would lack its parent
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """One call of the daemon. Raises Unavailable at once after one that took too long."""
+        began = time.monotonic()
+        if began < self._ask_from:
+            raise Unavailable("the daemon was slow to answer a moment ago")
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            if now > began + SLOW_SECONDS:
+                self._ask_from = now + PAUSE_SECONDS
 
     def _copy(self, save: _Held, reservation: WriteReservation, start: int) -> SaveHandle | None:
         at = np.array(reservation.granted, np.int64)
@@ -323,7 +343,9 @@ class DeviceSaver(Saver):
             reservation.abort()
             return refused
         try:
-            return list(reservation.commit())
+            with self._asking():
+                return list(reservation.commit())
         except KVStoreError as error:
             _log.debug("not stored: %s", error)
+            reservation.abort()
             return refused

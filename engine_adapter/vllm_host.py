@@ -9,7 +9,9 @@ Primitives:
 What is loaded lies in host memory: the scheduler's half saw to that. Slots are copied without a
 call and compared once more after the last copy; what changed meanwhile, or is gone, has failed.
 Once `take` returned the engine may do with its blocks what it likes: finish, preempt or abort the
-request, or overwrite them. What finds no room in the ring is not stored, and counted.
+request, or overwrite them. What finds no room in the ring is not stored, and counted: neither is
+what follows it in its request then, for want of a parent, until another request computes it again.
+So the ring has room for a whole step.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -32,7 +35,11 @@ from engine_adapter.vllm_orders import BlockOrder, LoadOrder
 from kvstore.client import StoreTicket
 from kvstore.client.inplace import InPlace, find_in_host
 from kvstore.errors import KVStoreError
-from kvstore.types import ByteArray
+from kvstore.types import FINGERPRINT_BYTES, ByteArray
+
+STEP_TOKENS = 8192
+"""More than vLLM computes in a step on a CPU unless it is told to."""
+STAGING_BYTES_MIN = 64 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -160,24 +167,27 @@ class Ring:
         self._bytes = np.empty(size_bytes, np.uint8)
         self._taken: deque[tuple[int, int]] = deque()
 
-    def take(self, rows: int, row_bytes: int) -> ByteArray | None:
-        """uint8 [rows, row_bytes], or None without room."""
-        size = rows * row_bytes
-        start = self._place(size)
-        if start is None:
-            return None
-        self._taken.append((start, start + size))
-        return self._bytes[start : start + size].reshape(rows, row_bytes)
+    def take(self, rows: int, row_bytes: int) -> ByteArray:
+        """uint8 [n, row_bytes], n <= rows: as many as find room. None of them: nothing to give
+        back."""
+        start, size = self._place(rows * row_bytes)
+        rows = min(rows, size // row_bytes)
+        stop = start + rows * row_bytes
+        if rows:
+            self._taken.append((start, stop))
+        return self._bytes[start:stop].reshape(rows, row_bytes)
 
-    def _place(self, size: int) -> int | None:
+    def _place(self, size: int) -> tuple[int, int]:
+        """Start and size of a free piece: the next one that is large enough, else the largest."""
+        whole = len(self._bytes)
         if not self._taken:
-            return 0 if size <= len(self._bytes) else None
+            return 0, whole
         oldest, newest = self._taken[0][0], self._taken[-1][1]
         if newest <= oldest:  # wrapped around
-            return newest if newest + size <= oldest else None
-        if newest + size <= len(self._bytes):
-            return newest
-        return 0 if size <= oldest else None
+            return newest, oldest - newest
+        if size <= whole - newest or oldest <= whole - newest:
+            return newest, whole - newest
+        return 0, oldest
 
     def give_back(self) -> None:
         """The oldest."""
@@ -191,21 +201,34 @@ class _Aside(Save):
     rows: ByteArray
 
 
+def _step_bytes(pages: Mapping[int, LanePages]) -> int:
+    """What a step computes at most. The ring is not touched beyond what ever waits."""
+    layouts = [one.lane.layout for one in pages.values()]
+    token_bytes = sum(layout.block_bytes / layout.block_tokens for layout in layouts)
+    return max(ceil(STEP_TOKENS * token_bytes), STAGING_BYTES_MIN)
+
+
 class HostSaver(Saver):
     """See the module."""
 
     def __init__(self, side: Side, pages: Mapping[int, LanePages]) -> None:
         super().__init__(side, ThreadPoolExecutor(1, "kvstore-save"))
         self._pages = pages
-        self._ring = Ring(side.settings.staging_bytes)
+        self._ring = Ring(side.settings.staging_bytes or _step_bytes(pages))
 
     def take(self, order: BlockOrder) -> None:
+        """Leading blocks, if there is not room for all of them: no block waits for a later one."""
         pages, handle = self._pages[order.lane], self._side.handles[order.lane]
         with self._changed:
             rows = self._ring.take(len(order), pages.lane.layout.block_bytes)
-        if rows is None:
+        count = len(rows)
+        if not count:
             self._refuse(order)
             return
+        if count < len(order):
+            self._side.counts.add(refused_blocks=len(order) - count)
+            joined = order.joined[: count * FINGERPRINT_BYTES]
+            order = replace(order, joined=joined, block_ids=order.block_ids[:count])
         pages.gather(order.block_ids, rows)
         self._put(_Aside(order, handle, self._fence, rows=rows))
 

@@ -85,6 +85,8 @@ def refuse_unsupported(config: Any, platform: str, *, is_known: bool) -> None:
     found = {
         "speculative decoding": config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        # Data, expert and sequence parallelism leave every rank its heads of all tokens.
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "microbatches (DBO)": parallel.use_ubatching,
         "sleep mode": bool(getattr(config.model_config, "enable_sleep_mode", False)),

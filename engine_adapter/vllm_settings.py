@@ -37,8 +37,8 @@ class Settings:
     """Fewer tokens than these beyond the engine's own cache are not worth a load."""
     suppress_seconds: float = 10.0
     """A block that failed to load is not asked for again for so long."""
-    staging_bytes: int = 64 << 20
-    """Saved blocks that may wait for the daemon; what finds no room is not stored."""
+    staging_bytes: int = 0
+    """Saved blocks that may wait for the daemon; what finds no room is not stored. 0: a step's."""
 
 
 def settings_from(extra: Mapping[str, Any]) -> Settings:

@@ -5,6 +5,8 @@ Field cases VLLM-1, 2, 4, 7, 8, 10, 11, 15, 16. What the real engine does is tol
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,8 @@ def store() -> Iterator[DaemonProcess]:
         yield daemon
 
 
+DEADLINE = 2.0
+"""As in an engine: for those who wait for it."""
 WHERE = {"host": FakeEngine, "device": DeviceEngine}
 """The engine's blocks lie in memory, or on the stand-in for a GPU."""
 
@@ -307,13 +311,31 @@ def test_without_a_daemon_everything_is_a_miss_at_once(tmp_path: Path) -> None:
         assert engine.worker.counts.take()["refused_blocks"] == 5
 
 
-def test_what_finds_no_room_aside_is_counted_and_nothing_else(store: DaemonProcess) -> None:
+def test_of_what_finds_no_room_aside_the_beginning_is_stored(store: DaemonProcess) -> None:
     settings = Settings(socket=str(store.socket), lookup_seconds=20.0, staging_bytes=20_000)
-    with FakeEngine(store.socket, lane(name="staging"), settings=settings) as engine:
-        engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))
-        assert engine.worker.counts.take()["refused_blocks"] == 5
-        engine.compute(FakeRequest("b", tokens_of(2, 2 * BLOCK)))
-        assert engine.worker.counts.take()["saved_blocks"] == 2
+    one = lane(name="staging")
+    with FakeEngine(store.socket, one, settings=settings, wants_events=True) as engine:
+        chain = engine.chain(0, FakeRequest("", tokens_of(1, 5 * BLOCK)))
+        handle = engine.scheduler._handles[0]
+        # What was refused is saved by the next one that computes it; nothing is told before.
+        for name, saved, present in (("a", 2, 2), ("b", 2, 4), ("c", 1, 5)):
+            engine.compute(FakeRequest(name, tokens_of(1, 5 * BLOCK)))
+            counts = engine.worker.counts.take()
+            assert counts["saved_blocks"] == saved
+            assert counts.get("refused_blocks", 0) == 5 - present
+            assert handle.match(chain) == present
+            assert [event[-1] for event in engine.scheduler.take_stored()] == [saved]
+        # What follows in the same request lacks its parent, and finds room for nothing.
+        request = FakeRequest("d", tokens_of(2, 5 * BLOCK))
+        _, table = engine.admit(request)
+        for request.num_computed_tokens, blocks in ((0, 3), (3 * BLOCK, 2)):
+            engine.step({"d": blocks * BLOCK}, {"d": table}, {"d": request})
+            assert engine.worker.wait_idle(SECONDS_MAX)
+        assert engine.worker.counts.take() == {
+            "saved_blocks": 2,
+            "saved_bytes": 2 * one.layout.block_bytes,
+            "refused_blocks": 3,
+        }
 
 
 def test_blocks_of_many_that_decode_are_stored_a_few_a_step(engine: FakeEngine) -> None:
@@ -367,6 +389,67 @@ def test_blocks_are_the_saves_until_its_last_copy_ended(store: DaemonProcess) ->
         engine.compute(FakeRequest("b", tokens_of(2, 3 * BLOCK)))
         assert engine.copied == [1, 2]
         assert engine.worker.counts.take()["refused_blocks"] == 3
+
+
+@pytest.mark.parametrize("last", ["Reserve", "Commit"])
+def test_a_daemon_that_hangs_is_asked_once_and_blocks_are_free(
+    last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_adapter.vllm_device.PAUSE_SECONDS", 10 * SECONDS_MAX)
+    with (
+        running() as daemon,
+        DeviceEngine(daemon.socket, lane(name="hung"), deadline=DEADLINE) as engine,
+    ):
+        saver: Any = engine.worker._mover.saver
+        many = [FakeRequest(f"h{at}", tokens_of(at, BLOCK)) for at in range(1, 21)]
+        tables = {one.request_id: engine.admit(one)[1] for one in many}
+        by_id = {one.request_id: one for one in many}
+        calls = recorded_calls(engine, monkeypatch)
+
+        def compute(some: list[FakeRequest]) -> None:
+            for one in some:
+                engine.step({one.request_id: BLOCK}, tables, by_id)
+
+        first = many[: last == "Commit"]
+        engine.fake.hold(engine.lanes_of_device.save_stream)
+        compute(first)
+        eventually(lambda: len(calls) == len(first), "slots are reserved")
+        eventually(lambda: all(save.lots for save in saver._held), "copies are enqueued")
+        with stopped(daemon):
+            compute(many[len(first) :])
+            engine.fake.let_go(engine.lanes_of_device.save_stream)
+            assert engine.worker.wait_idle(SECONDS_MAX)
+            engine.step({})
+            assert sorted(engine.copied) == list(range(1, 21))
+            assert calls[len(first) :] == [last]
+        assert engine.worker.counts.take()["refused_blocks"] == 20
+        saver._ask_from = 0.0
+        engine.compute(FakeRequest("later", tokens_of(99, 3 * BLOCK)))
+        assert engine.worker.counts.take()["saved_blocks"] == 3
+
+
+def recorded_calls(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the worker's half asks to store, by the names of the calls, as they begin."""
+    session, calls = engine.worker.side.handles[0]._session, list[str]()
+    call = session.call
+
+    def record(method: str, *arguments: Any) -> Any:
+        if method in ("Reserve", "Commit"):
+            calls.append(method)
+        return call(method, *arguments)
+
+    monkeypatch.setattr(session, "call", record)
+    return calls
+
+
+@contextlib.contextmanager
+def stopped(daemon: DaemonProcess) -> Iterator[None]:
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
 
 
 def test_layers_that_come_too_late_are_computed_behind_them(store: DaemonProcess) -> None:

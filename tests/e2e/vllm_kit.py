@@ -107,7 +107,8 @@ class FakeEngine:
             lookup_seconds=SECONDS_MAX,
             load_seconds=SECONDS_MAX,
         )
-        clients = [KVClient(str(socket), deadline_seconds=SECONDS_MAX) for _ in range(2)]
+        deadline = options.pop("deadline", SECONDS_MAX)
+        clients = [KVClient(str(socket), deadline_seconds=deadline) for _ in range(2)]
         self.is_connected = all(
             client.wait_connected(options.pop("attach", 20)) for client in clients
         )

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.refusal import Refused
-from engine_adapter.vllm_host import Ring
+from engine_adapter.vllm_blocks import LanePages
+from engine_adapter.vllm_host import HostSaver, Ring
 from engine_adapter.vllm_identity import (
     EngineFacts,
     GroupFacts,
@@ -27,10 +28,11 @@ from engine_adapter.vllm_identity import (
     weights_digest_of,
 )
 from engine_adapter.vllm_orders import BlockOrder, WorkerReport
-from engine_adapter.vllm_settings import settings_from
+from engine_adapter.vllm_settings import Settings, settings_from
 from engine_adapter.vllm_speed import Speeds
 from engine_adapter.vllm_statistics import Counts, added
 from kvstore.fingerprint import chain
+from kvstore.layout import BlockLayout
 from kvstore.types import NamespaceId
 
 FACTS = EngineFacts(
@@ -135,18 +137,38 @@ def test_the_ring_never_hands_out_what_is_taken(sizes: list[int], draw: Any) -> 
     ring, taken = Ring(100), deque[tuple[Any, int]]()
     for mark, size in enumerate(sizes):
         rows = ring.take(size, 1)
-        if rows is None:
-            assert taken, "an empty ring has room"
-        else:
+        is_short = len(rows) < size
+        assert taken or not is_short, "an empty ring has room"
+        if len(rows):
             rows[:] = mark % 251
             taken.append((rows, mark % 251))
-        while taken and (rows is None or draw.random() < 0.4):
+        while taken and (is_short or draw.random() < 0.4):
             oldest, value = taken.popleft()
             assert (oldest == value).all()
             ring.give_back()
-            rows = oldest
+            is_short = False
     assert all((rows == value).all() for rows, value in taken)
-    assert Ring(100).take(101, 1) is None
+
+
+def test_the_ring_gives_as_many_rows_as_find_room() -> None:
+    ring = Ring(100)
+    assert not len(ring.take(1, 101)), "nothing to give back"
+    assert [len(ring.take(rows, 10)) for rows in (6, 3)] == [6, 3]
+    ring.give_back()
+    assert [len(ring.take(rows, 10)) for rows in (7, 1, 1)] == [6, 0, 0]
+    ring.give_back()
+    assert len(ring.take(9, 10)) == 4
+
+
+def test_a_large_models_step_finds_room_aside() -> None:
+    def blocks_max(block_bytes_a_layer: int, asked: int) -> int:
+        layout = BlockLayout(32, 32, block_bytes_a_layer)
+        pages = LanePages(dataclasses.replace(lanes_of(FACTS)[0], layout=layout), [])
+        side: Any = SimpleNamespace(settings=Settings())
+        return len(HostSaver(side, {0: pages})._ring.take(asked, layout.block_bytes))
+
+    assert blocks_max(128 << 10, 4096 // 32) == 4096 // 32, "128 KiB a token"
+    assert blocks_max(2, 1 << 20) == 1 << 20, "64 MiB at least"
 
 
 def test_an_order_names_the_blocks_of_its_chain() -> None:
@@ -191,8 +213,6 @@ def test_counts_are_taken_once_and_names_are_known() -> None:
 
 
 def test_pages_move_only_the_layers_asked_for() -> None:
-    from engine_adapter.vllm_blocks import LanePages
-
     lane = lanes_of(FACTS)[0]
     memory = [np.zeros((4, lane.layout.layer_bytes), np.uint8) for _ in range(2)]
     pages = LanePages(lane, memory)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import namedtuple
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from engine_adapter.refusal import Refused
-from engine_adapter.vllm_hold import HeldBlocks
+from engine_adapter.vllm_hold import WAIT_SECONDS, HeldBlocks
 from engine_adapter.vllm_identity import group_facts, refuse_unsupported
 from engine_adapter.vllm_orders import BlockOrder, Lane
 from engine_adapter.vllm_settings import Settings
@@ -97,6 +98,7 @@ def test_strides_that_are_not_the_layouts_are_refused() -> None:
 def config(**changes: Any) -> Any:
     parallel = {
         "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "use_ubatching": False,
     }
@@ -116,6 +118,7 @@ def config(**changes: Any) -> Any:
         ({"cache_dtype": "nvfp4"}, "nvfp4"),
         ({"use_ubatching": True}, "DBO"),
         ({"pipeline_parallel_size": 2}, "pipeline"),
+        ({"prefill_context_parallel_size": 2}, "prefill context"),
         ({"sleep": True}, "sleep"),
     ],
 )
@@ -148,7 +151,8 @@ def test_kv_on_an_unknown_kind_of_device_is_refused_by_name() -> None:
 def test_held_blocks_are_free_when_their_save_and_their_request_ended() -> None:
     pool = Pool(4)
     pool.touch(pool.blocks)
-    held = HeldBlocks(pool)
+    now = [5.0]
+    held = HeldBlocks(pool, lambda: now[0])
     order = BlockOrder(0, NamespaceId(bytes(32)), bytes(32), bytes(64), [1, 3], number=7)
     held.take([order])
     assert [block.ref_cnt for block in pool.blocks] == [1, 2, 1, 2]
@@ -156,6 +160,11 @@ def test_held_blocks_are_free_when_their_save_and_their_request_ended() -> None:
     assert not held.will_free
     pool.blocks[3].ref_cnt -= 1  # the request was preempted
     assert held.will_free
+    now[0] += WAIT_SECONDS * 2
+    assert not held.will_free, "nobody waits for a save that hangs"
+    held.take([replace(order, number=9)])
+    assert not held.will_free, "nor for those behind it"
+    held.release([9])
     held.release([7, 8])
     assert [block.ref_cnt for block in pool.blocks] == [1, 1, 1, 0]
     assert not held
