@@ -39,8 +39,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from engine_adapter.refusal import Refused
 from engine_adapter.vllm_hold import HeldBlocks
 from engine_adapter.vllm_identity import (
+    Adapters,
     EngineFacts,
-    adapter_digest,
     group_facts,
     lanes_of,
     refuse_unsupported,
@@ -156,7 +156,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 client,
                 lanes,
                 settings,
-                adapter_digest=adapter_digest,
+                adapter_digest=Adapters().digest,
                 step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
                 may_load=transfer.is_kv_consumer,
                 may_save=transfer.is_kv_producer,

@@ -4,7 +4,7 @@ Primitives:
   `GroupFacts`, `EngineFacts`   what the connector read out of vLLM's configuration
   `refuse_unsupported`, `group_facts`   what is read there, or refused by name
   `lanes_of(facts)`             the lanes, each with its namespace
-  `files_digest`                weights or an adapter, named by content
+  `files_digest`, `Adapters`    weights or an adapter, named by content
 
 Weights are named by the content of their files, read whole up to FULL_BYTES_MAX in all, beyond that
 by pieces spread evenly: scheduler and workers are different processes, and only files are common to
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,6 +40,8 @@ GROUP_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Plain numbers; with others, scales or codes lie among them."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+_log = logging.getLogger("vllm.kvstore")
 
 
 @dataclass(frozen=True)
@@ -241,17 +244,48 @@ def _content(path: Path, size: int, whole: bool) -> bytes:
     return digest.digest()
 
 
-def adapter_digest(lora: Any) -> str:
-    """A LoRA by its content, whatever it is called. Raises Refused when it cannot be read."""
-    folder = Path(lora.lora_path)
-    if not folder.is_dir():
-        raise Refused(f"adapter {lora.lora_name!r}: {folder} is no folder that can be read here")
-    marks = tuple(
+class Adapters:
+    """LoRAs by their content, as one engine knows them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, str] = {}
+        """By vLLM's number; "": what it has there cannot be told any more."""
+
+    def digest(self, lora: Any) -> str:
+        """`lora`: vLLM's LoRARequest. vLLM keeps what it once loaded under a number, whatever
+        becomes of the files, unless told `load_inplace`. Raises Refused when they cannot be read or
+        are not what they were at first, and from then on."""
+        number, digest = lora.lora_int_id, _adapter_content(Path(lora.lora_path))
+        if lora.load_inplace:
+            self._digests[number] = digest
+        if digest and self._digests.setdefault(number, digest) == digest:
+            return digest
+        refused = Refused(
+            f"adapter {lora.lora_name!r}: {lora.lora_path} cannot be read, or is not what vLLM "
+            f"has as number {number}; load changed weights under a new number or with load_inplace"
+        )
+        if self._digests.get(number) != "":
+            self._digests[number] = ""
+            _log.warning("its requests pass by the store: %s", refused)
+        raise refused
+
+
+def _adapter_content(folder: Path) -> str:
+    """ "" when there is nothing to read, or something is just being written."""
+    try:
+        marks = _marks(folder)
+        digest = _known_digest(folder, marks)
+        return digest if _marks(folder) == marks else ""
+    except OSError:
+        return ""
+
+
+def _marks(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    return tuple(
         (path.name, path.stat().st_mtime_ns, path.stat().st_size)
         for path in sorted(folder.iterdir())
         if path.name.endswith(ADAPTER_SUFFIXES)
     )
-    return _known_digest(folder, marks)
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,8 @@
 """kvstore below vLLM's own offloading: vLLM keeps blocks in host memory, kvstore what leaves it.
 
-Primitives: `KVStoreTier`, named among `secondary_tiers` with
-`"type": "KVStoreTier", "module_path": "engine_adapter.vllm_tier"`; see docs/vllm.md.
+Primitives:
+  `KVStoreOffloadingConnector`   vLLM's `OffloadingConnector`, for the sake of the tier's identity
+  `KVStoreTier`                  named among its `secondary_tiers`; see docs/vllm.md
 
 The smaller of two doors: no worker code and no layout code, but blocks lie twice in memory, and
 opaque keys (vLLM's block hashes) name no prefixes. All methods run in the scheduler's process; none
@@ -11,12 +12,16 @@ waits for the daemon.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import numpy as np
-import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -27,7 +32,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from engine_adapter.vllm_identity import weights_digest_of
+from engine_adapter.refusal import Refused
+from engine_adapter.vllm import read_facts
+from engine_adapter.vllm_identity import lanes_of
+from engine_adapter.vllm_settings import Settings, settings_from
 from kvstore.client import KVClient, NamespaceHandle
 from kvstore.errors import KVStoreError
 from kvstore.fingerprint import KVIdentity, namespace_of
@@ -35,6 +43,8 @@ from kvstore.layout import BlockLayout
 from kvstore.types import BlockStatus, NamespaceKind
 
 JOB_THREADS = 2
+_ENGINE: ContextVar[tuple[VllmConfig, KVCacheConfig] | None] = ContextVar("engine", default=None)
+"""Of the connector that is being made."""
 _STORED = (BlockStatus.STORED, BlockStatus.WAITING, BlockStatus.PRESENT)
 
 
@@ -53,9 +63,22 @@ class _Presence(AsyncLookupManager):  # type: ignore[misc]
         return found
 
 
+class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
+    """vLLM's, which tells its tiers too little of the model to name a block's bytes by."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        token = _ENGINE.set((vllm_config, kv_cache_config))
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            _ENGINE.reset(token)
+
+
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """A chunk of vLLM's primary tier is a block here. Raises Refused without a name for the
-    weights."""
+    """A chunk of vLLM's primary tier is a block here. Raises Refused for what could be silently
+    wrong."""
 
     medium: ClassVar[Medium] = Medium.CPU
 
@@ -68,25 +91,28 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         *,
         socket: str = "",
         tenant_salt: str = "",
+        variant: str = "",
         weights_digest: str = "",
         deadline_seconds: float = 2.0,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         self._deadline_seconds = deadline_seconds
+        settings = settings_from(
+            {"tenant_salt": tenant_salt, "variant": variant, "weights_digest": weights_digest}
+        )
+        identity = _identity(offloading_spec.config, self._rows.shape[1], settings)
         self._client = KVClient(socket or None, deadline_seconds=deadline_seconds)
-        config = offloading_spec.config
-        tokens = config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
-        identity = _identity(config, tokens, self._rows.shape[1], weights_digest, tenant_salt)
         self._handle = self._client.namespace(
             namespace_of(identity),
-            BlockLayout(tokens, 1, self._rows.shape[1]),
+            BlockLayout(identity.block_tokens, 1, self._rows.shape[1]),
             kind=NamespaceKind.FLAT,
             label="vllm tier",
         )
         self._presence = _Presence(tier_type, self._handle)
         self._pool = ThreadPoolExecutor(JOB_THREADS, "kvstore-tier")
-        self._jobs: list[Future[JobResult]] = []
+        self._jobs: dict[Future[JobResult], Sequence[OffloadKey]] = {}
+        """With what they load."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         found = self._presence.lookup(key, req_context)
@@ -95,10 +121,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._jobs.append(self._pool.submit(self._store, job_metadata))
+        self._jobs[self._pool.submit(self._store, job_metadata)] = ()
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._jobs.append(self._pool.submit(self._load, job_metadata))
+        self._jobs[self._pool.submit(self._load, job_metadata)] = tuple(job_metadata.keys)
 
     def _store(self, job: TransferJob) -> JobResult:
         """vLLM's slots are free again once the job is reported: all was copied by then."""
@@ -132,10 +158,15 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        done = [job for job in self._jobs if job.done()]
-        if done:
-            self._jobs = [job for job in self._jobs if job not in done]
-        return [job.result() for job in done]
+        """What was found and did not come is a miss from now on: an answer is kept as long as a
+        request asks, and vLLM would have the same load tried without end."""
+        results = []
+        for job in [job for job in self._jobs if job.done()]:
+            keys, result = self._jobs.pop(job), job.result()
+            if not result.success:
+                self._presence.mark_miss(keys[len(result.successful_keys or ()) :])
+            results.append(result)
+        return results
 
     def has_pending_work(self) -> bool:
         return bool(self._jobs)
@@ -159,27 +190,40 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._client.close()
 
 
-def _identity(
-    config: Any, tokens: int, chunk_bytes: int, weights_digest: str, salt: str
-) -> KVIdentity:
-    groups = " ".join(
-        f"{group.group_id}:{group.tokens_per_block}:{','.join(group.layer_names)}"
-        for group in config.groups
-    )
-    parallel = config.parallel
+def _identity(config: Any, chunk_bytes: int, settings: Settings) -> KVIdentity:
+    """`config`: vLLM's, as far as its tiers are told. What else shapes blocks is what shapes the
+    connector's. Raises Refused for what it refuses, and for adapters."""
+    if (engine := _ENGINE.get()) is None:
+        raise Refused(
+            "KVStoreTier cannot see the model's configuration below vLLM's own connector; set "
+            '"kv_connector": "KVStoreOffloadingConnector" and '
+            '"kv_connector_module_path": "engine_adapter.vllm_tier"'
+        )
+    vllm_config, kv_cache_config = engine
+    if vllm_config.lora_config is not None:
+        raise Refused(
+            "KVStoreTier does not support LoRA: vLLM's names of blocks tell where an adapter lies, "
+            "not what it contains; turn it off, or use KVStoreConnector"
+        )
+    facts = read_facts(vllm_config, kv_cache_config, settings)
+    parallel, cache = config.parallel, config.cache
+    hashes = f"{vllm_config.cache_config.prefix_caching_hash_algo} {cache.tokens_per_hash}"
     return KVIdentity(
-        model=config.model.name.rsplit("/", 1)[-1],
-        weights_digest=weights_digest_of(config.model.name, weights_digest),
+        model=facts.architecture,
+        weights_digest=facts.weights_digest,
         kv_dtype=config.model.dtype,
-        layout=f"vllm offload {config.kv_cache_layout} {chunk_bytes}",
-        block_tokens=tokens,
+        layout=f"vllm offload {config.kv_cache_layout} {chunk_bytes} "
+        f"{config.canonical_layout} {config.replicated_layout}",
+        block_tokens=config.groups[0].tokens_per_block * cache.blocks_per_chunk,
         layers=1,
         kv_heads_per_rank=0,
         head_size=0,
         kind=NamespaceKind.FLAT,
-        kv_group=groups,
         tp_size=parallel.tp_size,
         tp_ranks_local=parallel.world_size,
-        tenant_salt=salt,
-        extra=(("vllm", vllm.__version__), ("hash", str(config.cache.tokens_per_hash))),
+        tenant_salt=settings.tenant_salt,
+        extra=(
+            ("lanes", " ".join(lane.namespace.hex() for lane in lanes_of(facts))),
+            ("hash", hashes),
+        ),
     )

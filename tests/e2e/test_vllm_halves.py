@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engine_adapter.refusal import Refused
 from engine_adapter.vllm_saves import ANSWER_TOKENS, ANSWERS_MAX
 from engine_adapter.vllm_settings import Settings
 from tests.conftest import DaemonProcess
@@ -277,6 +278,30 @@ def test_salt_adapter_and_pictures_separate_prompts(engine: FakeEngine) -> None:
         engine.compute(FakeRequest(f"b{at}", list(tokens), **variant))
         found, _, _ = engine.load(FakeRequest(f"c{at}", list(tokens), **variant))
         assert found == 3 * BLOCK
+
+
+def test_an_adapter_that_cannot_be_named_passes_by_the_store(store: DaemonProcess) -> None:
+    def refuse(adapter: Any) -> str:
+        raise Refused(f"{adapter} was changed")
+
+    with FakeEngine(store.socket, lane(name="unnamed"), adapter_digest=refuse) as engine:
+        request = FakeRequest("a", tokens_of(1, 4 * BLOCK), lora_request="one")
+        engine.scheduler.arrived(request)  # type: ignore[arg-type]
+        for computed in (0, 2 * BLOCK):  # again after a preemption
+            request.num_computed_tokens = 0
+            assert engine.ask(request, computed) == (0, False)
+            table = engine.ids(6 * BLOCK)
+            engine.scheduler.allocated(request, (), 0)  # type: ignore[arg-type]
+            engine.step({"a": request.num_tokens}, {"a": table}, {"a": request})
+            for token in range(BLOCK):
+                request.num_computed_tokens = request.num_tokens
+                request.all_token_ids.append(token)
+                engine.step({"a": 1}, {"a": table}, {"a": request})
+            engine.step({}, preempted=("a",))
+        engine.scheduler.finished("a")
+        assert engine.worker.wait_idle(SECONDS_MAX)
+        assert not any("blocks" in name for name in engine.worker.counts.take())
+        assert engine.scheduler.counts.take().get("loads") is None
 
 
 def test_after_a_reset_nothing_is_found_and_late_saves_are_not_kept(

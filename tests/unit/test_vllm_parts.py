@@ -20,9 +20,9 @@ from engine_adapter.refusal import Refused
 from engine_adapter.vllm_blocks import LanePages
 from engine_adapter.vllm_host import HostSaver, Ring
 from engine_adapter.vllm_identity import (
+    Adapters,
     EngineFacts,
     GroupFacts,
-    adapter_digest,
     files_digest,
     lanes_of,
     weights_digest_of,
@@ -115,11 +115,19 @@ def test_ranks_with_equal_bytes_share_one_lane() -> None:
     assert lanes_of(dataclasses.replace(FACTS, groups=(group,), ranks=4)) == (lane,)
 
 
+def lora_of(folder: Path, number: int, load_inplace: bool = False) -> Any:
+    """What is read of vLLM's LoRARequest."""
+    return SimpleNamespace(
+        lora_name="x", lora_int_id=number, lora_path=str(folder), load_inplace=load_inplace
+    )
+
+
 def test_weights_and_adapters_are_named_by_content(tmp_path: Path) -> None:
     for folder, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "adapter_model.safetensors").write_bytes(content)
-    digests = [adapter_digest(SimpleNamespace(lora_path=str(tmp_path / n))) for n in "abc"]
+    named = Adapters().digest
+    digests = [named(lora_of(tmp_path / name, number)) for number, name in enumerate("abc")]
     assert digests[0] == digests[1] != digests[2]
     assert weights_digest_of(str(tmp_path / "a"), "") == files_digest(
         tmp_path / "a", (".safetensors",)
@@ -128,8 +136,27 @@ def test_weights_and_adapters_are_named_by_content(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(Refused, match="weights_digest"):
         weights_digest_of(str(tmp_path / "empty"), "")
-    with pytest.raises(Refused, match="adapter"):
-        adapter_digest(SimpleNamespace(lora_path=str(tmp_path / "no"), lora_name="x"))
+    for folder in ("no", "empty"):
+        with pytest.raises(Refused, match="adapter"):
+            named(lora_of(tmp_path / folder, 9))
+
+
+def test_an_adapter_that_changed_under_the_engine_is_not_named(tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"old")
+    named = Adapters().digest
+    old = named(lora_of(tmp_path, 1))
+    assert named(lora_of(tmp_path, 1)) == old
+    weights.write_bytes(b"newer")
+    for content in (b"newer", b"old"):  # nobody knows which of them the engine has by now
+        weights.write_bytes(content)
+        with pytest.raises(Refused, match="changed"):
+            named(lora_of(tmp_path, 1))
+    weights.write_bytes(b"newer")
+    new = named(lora_of(tmp_path, 2))
+    assert new != old
+    assert named(lora_of(tmp_path, 1, load_inplace=True)) == new
+    assert named(lora_of(tmp_path, 1)) == new
 
 
 @given(st.lists(st.integers(1, 60), max_size=60), st.randoms(use_true_random=False))

@@ -79,7 +79,15 @@ def test_the_content_counts_not_the_name(engine: Engine, llama: Path, tmp_path: 
     other = run("b", 2, two)
     assert other.cached == 0
     assert other.tokens != first.tokens
+    # Overwritten under the engine, which keeps what it has loaded.
+    shutil.copytree(two, one, dirs_exist_ok=True)
+    stale = run("a", 1, one)
+    assert stale.cached == 0
+    assert stale.same(first)
     again = run("another name", 3, copy)
     assert again.cached == HIT
     assert again.same(first)
+    fresh = run("a", 4, one)
+    assert fresh.cached == HIT
+    assert fresh.same(other)
     assert run("", 0, None).same(plain)
