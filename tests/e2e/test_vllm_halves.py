@@ -10,7 +10,7 @@ import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -341,7 +341,7 @@ def test_of_what_finds_no_room_aside_the_beginning_is_stored(store: DaemonProces
     one = lane(name="staging")
     with FakeEngine(store.socket, one, settings=settings, wants_events=True) as engine:
         chain = engine.chain(0, FakeRequest("", tokens_of(1, 5 * BLOCK)))
-        handle = engine.scheduler._handles[0]
+        handle, saver = engine.scheduler._handles[0], cast(Any, engine.worker._mover.saver)
         # What was refused is saved by the next one that computes it; nothing is told before.
         for name, saved, present in (("a", 2, 2), ("b", 2, 4), ("c", 1, 5)):
             engine.compute(FakeRequest(name, tokens_of(1, 5 * BLOCK)))
@@ -350,12 +350,14 @@ def test_of_what_finds_no_room_aside_the_beginning_is_stored(store: DaemonProces
             assert counts.get("refused_blocks", 0) == 5 - present
             assert handle.match(chain) == present
             assert [event[-1] for event in engine.scheduler.take_stored()] == [saved]
+            eventually(lambda: not saver._ring._taken, "there is room again")
         # What follows in the same request lacks its parent, and finds room for nothing.
         request = FakeRequest("d", tokens_of(2, 5 * BLOCK))
         _, table = engine.admit(request)
         for request.num_computed_tokens, blocks in ((0, 3), (3 * BLOCK, 2)):
             engine.step({"d": blocks * BLOCK}, {"d": table}, {"d": request})
             assert engine.worker.wait_idle(SECONDS_MAX)
+            eventually(lambda: not saver._ring._taken, "there is room again")
         assert engine.worker.counts.take() == {
             "saved_blocks": 2,
             "saved_bytes": 2 * one.layout.block_bytes,
