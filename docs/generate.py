@@ -48,6 +48,10 @@ An unknown setting, a value out of range and settings that cannot work together 
 start, in one line that names where the value came from and the way out. `kvstore config` prints the
 effective configuration, `kvstore config --defaults` a file to start from.
 
+Engines (`KVClient`, `attach`, the vLLM connector) that are given no socket read two of the
+variables: `KVSTORE_DAEMON__SOCKET`, and `KVSTORE_DAEMON__NAME` for the default socket of that name.
+They read no file.
+
 Sizes are written `"64 MiB"` (1024-based) or `"10 GB"` (1000-based), times `"250ms"`, `"10s"`,
 `"2min"`; plain numbers are bytes and seconds.
 """

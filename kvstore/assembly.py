@@ -60,9 +60,9 @@ def lock_data(config: Config) -> FileLock:
     return FileLock(Path(config.daemon.data_dir) / "LOCK", facts)
 
 
-def open_nvme(config: Config, clock: Clock) -> NvmeTier:
+def open_nvme(config: Config, clock: Clock, kind: type[NvmeTier] = NvmeTier) -> NvmeTier:
     """The NVMe tier; its directory is locked. Raises ForeignData, ConfigError, TierError."""
-    return NvmeTier.open(
+    return kind.open(
         Path(config.daemon.data_dir),
         config=config.nvme,
         io=DirectIO(direct=config.nvme.direct),

@@ -1,8 +1,9 @@
 """The command line: `kvstore serve | stat | top | verify | clear | resize | config` + `cli_blocks`.
 
-Exit codes: 0 done, 1 `verify` found something, 2 refused (one line on standard error says what,
-where and the way out), 3 the daemon is away. Heavy imports (grpc, rich, the daemon) sit inside the
-commands that need them.
+Exit codes: 0 done; 1 `verify` found something, a block is missing or was not stored or pinned, or
+the daemon met a fatal error; 2 refused (one line on standard error says what, where and the way
+out); 3 the daemon is away; 130 Ctrl-C, but for commands that run until then. Heavy imports (grpc,
+rich, the daemon) sit inside the commands that need them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cyclopts import App, CycloptsError
 
 from kvstore import cli_blocks, logs
-from kvstore.cli_options import DEFAULT_WHERE, Where
+from kvstore.cli_options import DEFAULT_WHERE, Where, unreachable
 from kvstore.config import Config
 from kvstore.errors import InvalidRequest, KVStoreError, PeerGone
 from kvstore.settings import as_toml
@@ -173,7 +174,7 @@ def verify(
     payloads
         Read every block and compare its checksums too.
     fix
-        Drop what is damaged; the blocks become misses.
+        Drop what is damaged; the blocks become misses. Without it nothing is dropped.
     """
     config, _ = where.load({"daemon.data_dir": ("--data-dir", data_dir)})
     if data_dir is not None:
@@ -331,12 +332,8 @@ def _control(config: Config) -> Iterator[ControlStub]:
             yield ControlStub(channel)  # type: ignore[no-untyped-call]
         except grpc.RpcError as error:
             typed = from_rpc_error(error)
-            if isinstance(typed, PeerGone):
-                raise PeerGone(
-                    f"no daemon answers at {config.daemon.socket}; start one with `kvstore serve`, "
-                    "or name its socket with --socket"
-                ) from error
-            raise typed from error
+            is_away = isinstance(typed, PeerGone)
+            raise (unreachable(config.daemon.socket) if is_away else None) or typed from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -345,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; return its exit code."""
+    """Run one command line; return its exit code. Ctrl-C leaves as SystemExit(130)."""
     try:
         code = app(
             list(arguments), exit_on_error=False, print_error=False, result_action="return_value"
@@ -361,6 +358,9 @@ def run(arguments: Sequence[str]) -> int:
         message, code = str(error), EXIT_REFUSED
     except CycloptsError as error:
         message, code = f"{error} See `kvstore --help`.", EXIT_REFUSED
+    except OSError as error:  # a file that a flag names
+        where = f"{error.filename}: " if error.filename else ""
+        message, code = f"{where}{error.strerror or error}", EXIT_REFUSED
     print(f"kvstore: {' '.join(message.split())}", file=sys.stderr)
     return code
 

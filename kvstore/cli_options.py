@@ -1,6 +1,6 @@
 """Options that every command has: which configuration, and thereby which daemon.
 
-Primitives: `Where`, `DEFAULT_WHERE`.
+Primitives: `Where`, `DEFAULT_WHERE`; `unreachable` says why that daemon does not answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from cyclopts import Parameter
 
 from kvstore.config import Config
 from kvstore.config_load import load_with_sources
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError, PeerGone
+from kvstore.places import why_silent
 
 
 @Parameter(name="*")
@@ -53,3 +54,20 @@ class Where:
 
 
 DEFAULT_WHERE = Where()
+
+
+def unreachable(socket: str) -> KVStoreError | None:
+    """Why nobody can be reached there, with the way out; None when somebody listens."""
+    match why_silent(Path(socket)):
+        case None:
+            return None
+        case PermissionError():
+            return ConfigError(
+                f"{socket}: this user may not open the daemon's socket; run as the daemon's user, "
+                "or in the group that its host.group names"
+            )
+        case error:
+            return PeerGone(
+                f"no daemon answers at {socket} ({error.strerror or error}); start one with "
+                "`kvstore serve`, or name its socket with --socket or KVSTORE_DAEMON__SOCKET"
+            )

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from kvstore import logs
-from kvstore.cli_options import Where
-from kvstore.errors import NamespaceUnknown
+from kvstore.cli_options import Where, unreachable
+from kvstore.errors import NamespaceUnknown, Unavailable
 from kvstore.types import FINGERPRINT_BYTES, NamespaceId, NamespaceKind
 
 if TYPE_CHECKING:
@@ -66,17 +66,19 @@ def _remote(through: Through) -> Any:
 
 def _local(where: Where) -> Any:
     from kvstore.client import KVClient
-    from kvstore.errors import PeerGone
 
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     config, _ = where.load({})
+    socket = config.daemon.socket
+    if (problem := unreachable(socket)) is not None:
+        raise problem
     logs.configure("error", "auto")
-    client = KVClient(config.daemon.socket, engine="kvstore-cli", deadline_seconds=30.0)
+    client = KVClient(socket, engine="kvstore-cli", deadline_seconds=30.0)
     if not client.wait_connected(CONNECT_SECONDS_MAX):
+        reason = client.away_reason
         client.close()
-        raise PeerGone(
-            f"no daemon answers at {config.daemon.socket}; start one with `kvstore serve`, or "
-            "name its socket with --socket, or a gateway with --gateway"
+        raise unreachable(socket) or Unavailable(
+            f"the daemon at {socket} does not let this command in: {reason}"
         )
     return client
 

@@ -100,7 +100,10 @@ class HostConfig(_Section, frozen=True):
     directory: Annotated[str, _text("A tmpfs that engines can see too.")] = "/dev/shm"
     group: Annotated[
         str,
-        _text("Unix group whose members may attach besides the daemon's user. Empty: nobody else."),
+        _text(
+            "Unix group whose members may attach besides the daemon's user, who must be one "
+            "(docs/operations.md). Empty: nobody else."
+        ),
     ] = ""
     staging_share: Annotated[
         float,

@@ -1,7 +1,7 @@
 """Where configuration comes from: defaults, a TOML file, the environment, flags.
 
-Primitives: `load`, `load_with_sources`, `validate`. What exists and what is allowed is declared in
-`config`.
+Primitives: `load`, `load_with_sources`, `validate`; `socket_of`, where an engine looks. What exists
+and what is allowed is declared in `config`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,17 @@ def load_with_sources(
         )
     validate(config, sources)
     return config, sources
+
+
+def socket_of(env: Mapping[str, str]) -> str:
+    """The daemon's socket as far as `env` says; other settings there may be wrong.
+
+    Raises ConfigError.
+    """
+    about = {settings()[key].variable for key in ("daemon.socket", "daemon.name")}
+    about.add("XDG_RUNTIME_DIR")
+    known = {name: text for name, text in env.items() if name in about}
+    return load(None, known, {}).daemon.socket
 
 
 def validate(config: Config, sources: Mapping[str, str] | None = None) -> None:

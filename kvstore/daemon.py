@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -40,7 +41,7 @@ from kvstore.config import Config
 from kvstore.config_fields import OFF
 from kvstore.errors import InvariantViolated, KVStoreError
 from kvstore.logs import get_logger
-from kvstore.places import FileLock, remove_stale_socket
+from kvstore.places import FileLock, remove_stale_socket, share
 from kvstore.recovery import Recovered, recover
 from kvstore.rpc import control_pb2, control_pb2_grpc
 from kvstore.rpc.server import ControlServicer
@@ -111,11 +112,32 @@ class Daemon:
         return store
 
     def _take_locks(self) -> None:
-        socket = self.config.daemon.socket_path
+        socket, gid = self.config.daemon.socket_path, self.config.host.gid
+        is_new = not socket.parent.exists()
         if self.config.nvme.enabled:
             self._locks.append(lock_data(self.config))
         self._locks.append(FileLock(socket.with_name(socket.name + ".lock"), {"pid": os.getpid()}))
         remove_stale_socket(socket)
+        if gid is not None:
+            self._let_reach(socket, gid, is_new)
+
+    def _let_reach(self, socket: Path, gid: int, is_new: bool) -> None:
+        """Open the socket's directory to the group if it `is_new`; tell what else bars the way."""
+        if is_new:
+            share(socket.parent, gid, 0o750)
+        places = [(place, place.stat()) for place in socket.absolute().parents]
+        barred = [
+            str(place)
+            for place, found in places
+            if not found.st_mode & (0o010 if found.st_gid == gid else 0o001)
+        ]
+        if barred:
+            self._log.warning(
+                "host.group cannot reach the socket: let it pass these directories "
+                "(chgrp, chmod g+x), or choose another daemon.socket",
+                group=self.config.host.group,
+                barred=barred,
+            )
 
     def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(threads, f"kvstore-{name}", initializer=usual_turns)
@@ -185,12 +207,14 @@ class Daemon:
         reflection.enable_server_reflection(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
-        mask = os.umask(0o177 if not config.host.group else 0o117)
+        mask = os.umask(0o177)
         try:
             self._server.add_insecure_port(f"unix:{path}")
             await self._server.start()
         finally:
             os.umask(mask)
+        if config.host.gid is not None:
+            share(path, config.host.gid, 0o660)
         if config.metrics.address != OFF:
             self._serve_metrics(config.metrics.address)
         for name in ("", SERVICE_NAME):

@@ -1,6 +1,6 @@
 """Files that a process owns while it lives: its lock, its socket.
 
-Primitives: `FileLock`, `remove_stale_socket`.
+Primitives: `FileLock`, `remove_stale_socket`, `why_silent`, `share`.
 """
 
 from __future__ import annotations
@@ -68,15 +68,35 @@ def remove_stale_socket(path: Path, setting: str = "daemon.socket") -> None:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{setting}={path} is there and no socket; choose another place")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(PROBE_SECONDS_MAX)
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
-                return
-            except OSError as error:
-                raise ConfigError(
-                    f"{setting}={path} is another program's ({error}); choose another place"
-                ) from error
+        error = why_silent(path)
+        if isinstance(error, ConnectionRefusedError):
+            path.unlink()
+            return
+        if error is not None:
+            raise ConfigError(
+                f"{setting}={path} is another program's ({error}); choose another place"
+            ) from error
         raise ConfigError(f"{setting}={path}: another program listens; choose another place")
+
+
+def why_silent(path: Path) -> OSError | None:
+    """Why nobody can be reached at a Unix socket; None when somebody listens there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PROBE_SECONDS_MAX)
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            return error
+    return None
+
+
+def share(path: Path, gid: int, mode: int) -> None:
+    """Let a group use what is ours. Raises ConfigError where this user may not give it away."""
+    try:
+        os.chown(path, -1, gid)
+        os.chmod(path, mode)
+    except PermissionError as error:
+        raise ConfigError(
+            f"host.group: {path} cannot be given to group {gid} ({error.strerror}); "
+            "make the daemon's user a member of it"
+        ) from error

@@ -33,7 +33,7 @@ from kvstore.client.plans import Asking
 from kvstore.client.reasons import ABSENT, AWAY, CLOSED, reason_of
 from kvstore.client.session import Session
 from kvstore.client.statistics import ClientStatistics
-from kvstore.config import default_socket
+from kvstore.config_load import socket_of
 from kvstore.costs import ModelSize
 from kvstore.directory import STORE_ORDER_TRUSTED
 from kvstore.errors import InvalidRequest, KVStoreError, NamespaceConflict
@@ -57,11 +57,13 @@ class DirectoryReads(NamedTuple):
 class KVClient:
     """A process' client of one daemon.
 
-    `socket`: None is the default daemon's. `engine`: processes of one engine share a name, and
-    reservations.
+    `socket`: None is what KVSTORE_DAEMON__SOCKET says, else the default one of the daemon that
+    KVSTORE_DAEMON__NAME names, else the default daemon's. `engine`: processes of one engine share a
+    name, and reservations.
 
     `deadline_seconds` bounds every call unless the verb is given its own. `attach=False` opens a
-    tool's client: control verbs only, nothing mapped, no thread.
+    tool's client: control verbs only, nothing mapped, no thread. Raises ConfigError where those
+    variables can name no daemon.
     """
 
     def __init__(
@@ -72,8 +74,7 @@ class KVClient:
         deadline_seconds: float = 2.0,
         attach: bool = True,
     ) -> None:
-        path = socket or str(default_socket("default", os.environ))
-        self._session = Session(path, engine, deadline_seconds)
+        self._session = Session(socket or socket_of(os.environ), engine, deadline_seconds)
         self._keeper = Keeper(self._session)
         self._committer = Committer(self._session, self._keeper.abort)
         self._threads = CopyThreads()

@@ -59,13 +59,22 @@ class Ledger:
         *,
         index_map_bytes: int,
         index_type: type[Index] = Index,
+        read_only: bool = False,
     ) -> None:
         """Open the index and count this start. Raises ConfigError (open elsewhere), TierFull,
         TierIO.
 
         An index that is damaged or of another life is set aside; then `damage` says why.
+        `read_only`: this is no start, such an index is refused, and `forget` does nothing.
         """
-        opened = open_index(directory, superblock, map_bytes=index_map_bytes, index_type=index_type)
+        opened = open_index(
+            directory,
+            superblock,
+            map_bytes=index_map_bytes,
+            index_type=index_type,
+            read_only=read_only,
+        )
+        self._read_only = read_only
         self._directory = directory
         self._segments = segments
         self._clock = clock
@@ -76,8 +85,10 @@ class Ledger:
         self.must_rebuild = bool(opened.damage)
         self.records_unusable = 0
         self._lock = threading.Lock()
+        self._superblock = superblock
         try:
-            self._superblock = self._begin_life(superblock, opened.lives)
+            if not read_only:
+                self._superblock = self._begin_life(superblock, opened.lives)
         except BaseException:
             self._index.close()
             raise
@@ -127,7 +138,7 @@ class Ledger:
         """Delete (fingerprint, generation) records, durable when done; other generations and
         unknown names stay.
         """
-        return self._index.submit([], names)
+        return self._index.submit([], () if self._read_only else names)
 
     def scan(self) -> Records:
         """Every usable record: fingerprints uint8[n, 32], RECORD[n], after a rebuild where one is

@@ -58,6 +58,8 @@ class NvmeTier:
     is_addressable = False
     index_type = Index
     """A simulation's index commits when the simulation says."""
+    is_read_only = False
+    """A look's: what a start would mend or drop stays on disk, and `forget` does nothing."""
 
     def __init__(
         self,
@@ -108,10 +110,12 @@ class NvmeTier:
         )
         files = directory / SEGMENTS
         files.mkdir(parents=True, exist_ok=True, mode=0o700)
-        segments = Segments(files, io, geometry, free_bytes_min=config.free_bytes_min)
+        segments = Segments(
+            files, io, geometry, free_bytes_min=config.free_bytes_min, read_only=cls.is_read_only
+        )
         share = int(SHARE_OF_FREE_SPACE * (free_bytes(directory) + bytes_below(directory)))
         segments.bytes_max = bytes_max = min(config.bytes_max, share)
-        prove_reason = _prove(io, files)
+        prove_reason = "" if cls.is_read_only else _prove(io, files)
         if not superblock.lives:
             superblocks.store(directory, superblock)
         ledger = Ledger(
@@ -121,6 +125,7 @@ class NvmeTier:
             clock,
             index_map_bytes=config.index_map_bytes,
             index_type=cls.index_type,
+            read_only=cls.is_read_only,
         )
         slabs = max(bytes_max // geometry.slab_bytes, max(segments.files(), default=-1) + 1)
         pool = SlabPool(slabs, geometry.slab_bytes, geometry.slot_bytes_min)
@@ -346,9 +351,7 @@ class NvmeTier:
                 self._counts.add("io_failures")
 
     def bytes_on_disk(self) -> int:
-        """What the file system says the segments occupy (I11: equal to
-        `statistics().bytes_on_disk`).
-        """
+        """What the file system says the segments occupy (I11: as `statistics` says)."""
         return self._segments.measure()
 
     def health(self) -> list[str]:

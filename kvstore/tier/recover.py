@@ -43,14 +43,21 @@ class OpenedIndex:
 
 
 def open_index(
-    directory: Path, superblock: Superblock, *, map_bytes: int, index_type: type[Index] = Index
+    directory: Path,
+    superblock: Superblock,
+    *,
+    map_bytes: int,
+    index_type: type[Index] = Index,
+    read_only: bool = False,
 ) -> OpenedIndex:
     """Open `directory`/index and read it once. Raises ConfigError when it is open elsewhere,
-    TierFull, TierIO.
+    TierFull, TierIO; with `read_only` also for an index that would be set aside.
     """
     path = directory / "index"
     index: Index | None = None
     try:
+        if read_only and not (path / "data.mdb").exists():
+            raise IndexDamaged(f"{path} is missing")
         index = index_type.open(path, map_bytes=map_bytes)
         lives, damage = _origin(index, superblock)
         records = index.scan()
@@ -63,6 +70,8 @@ def open_index(
         damage = str(error)
     if index is not None:
         index.close()
+    if read_only:
+        raise TierIO(f"{damage}; with --fix, or at a start, it is built again from the blocks")
     set_aside(path)
     index = index_type.open(path, map_bytes=map_bytes)
     return OpenedIndex(index, index.scan(), superblock.lives, damage)

@@ -75,6 +75,7 @@ class Segments:
         geometry: SegmentGeometry,
         *,
         free_bytes_min: int,
+        read_only: bool = False,
     ) -> None:
         self._directory = directory
         self._io = io
@@ -87,11 +88,11 @@ class Segments:
         self._scratch = _Scratch()
         self.unknown_files = 0
         self.unknown_bytes = 0
-        self._discover()
+        self._discover(read_only)
 
     # ------------------------------------------------------------------ what is there
 
-    def _discover(self) -> None:
+    def _discover(self, read_only: bool) -> None:
         """Take the segments found; remove every other file. Nothing was written yet."""
         for entry in sorted(os.scandir(self._directory), key=lambda item: item.name):
             match = _NAME.fullmatch(entry.name)
@@ -111,7 +112,8 @@ class Segments:
             elif not entry.is_dir(follow_symlinks=False):
                 self.unknown_files += 1
                 self.unknown_bytes += size
-                os.unlink(entry.path)
+                if not read_only:
+                    os.unlink(entry.path)
 
     @property
     def bytes_on_disk(self) -> int:

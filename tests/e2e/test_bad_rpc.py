@@ -5,9 +5,12 @@ Field cases RPC-10, RPC-12 and HOST-11, and the table of bad calls.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import grp
 import os
 import socket
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +20,16 @@ import grpc
 import numpy as np
 import pytest
 
+from kvstore import logs
+from kvstore.config_load import load
+from kvstore.daemon import Daemon
 from kvstore.errors import InvalidRequest
 from kvstore.fingerprint import Chain
 from kvstore.layout import BlockLayout
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc.wire import NO_OFFSET, pack_u64
 from kvstore.types import BlockStatus, NamespaceKind
-from tests.conftest import DaemonProcess
+from tests.conftest import SMALL, DaemonProcess
 from tests.e2e.kit import (
     LAYOUT,
     SECONDS_MAX,
@@ -534,6 +540,35 @@ def test_bytes_that_are_no_protocol_do_no_harm(scene: Scene, data: bytes) -> Non
     scene.assert_unharmed()
     for wire in held:
         wire.close()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_group_is_let_in(tmp_path: Path, caplog: pytest.LogCaptureFixture, is_new: bool) -> None:
+    """To arena, socket, and a directory that was made for it; another that bars it is named."""
+    ours = set(os.getgroups()) - {os.getegid()}
+    group = next(
+        (g for g in grp.getgrall() if g.gr_gid in ours or (not os.geteuid() and g.gr_gid)), None
+    )
+    if group is None:
+        pytest.skip("no group but our own to let in")
+    logs.reset()
+    path = tmp_path / "run" / "s"
+    if not is_new:
+        path.parent.mkdir(mode=0o700)
+    told = {"host.group": group.gr_name, "daemon.socket": str(path), "nvme.enabled": "false"}
+    config = load(None, {}, {**SMALL, "daemon.name": f"test-{uuid.uuid4().hex[:12]}", **told})
+
+    async def access() -> list[tuple[int, int]]:
+        daemon = Daemon(config)
+        await daemon.start()
+        found = [where.stat() for where in (path.parent, path, config.arena_directory)]
+        await daemon.stop()
+        return [(each.st_mode & 0o7777, each.st_gid) for each in found]
+
+    shared = (0o750, group.gr_gid)
+    parent = shared if is_new else (0o700, os.getegid())
+    assert asyncio.run(access()) == [parent, (0o660, group.gr_gid), shared]
+    assert (f"'{path.parent}'" in caplog.text) == (not is_new)
 
 
 def test_the_socket_is_its_owners_alone(scene: Scene) -> None:

@@ -69,6 +69,8 @@ def test_files_go_in_and_come_out(kvstore, files, tmp_path):
     assert (out / "one").read_bytes() == files[0].read_bytes()
     assert (out / "c.bin").read_bytes() == files[2].read_bytes()
     assert not (out / "nowhere").exists()
+    code, said = kvstore("get", name, "one", "--out", str(files[0]))
+    assert (code, said) == (cli.EXIT_REFUSED, f"kvstore: {files[0]}: File exists\n")
     code, said = kvstore("ls", name)
     assert code == 0
     assert "3 blocks" in said

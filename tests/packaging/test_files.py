@@ -70,6 +70,18 @@ def test_compose_mounts_files_that_exist() -> None:
     assert all((DOCKER / source).is_dir() for source in mounted)
 
 
+def test_volumes_belong_to_who_writes_them() -> None:
+    """Where the image of its first user has no directory, Docker makes one of root's."""
+    services = yaml.safe_load(filled_in((DOCKER / "compose.yaml").read_text()))["services"]
+    seen: set[str] = set()
+    for name, file in (("kvstore", "Dockerfile"), ("vllm", "Dockerfile.vllm")):
+        made = re.findall(r"install -d -o \w+ -g kvstore.* (/.*)", (DOCKER / file).read_text())
+        for volume, target in (text.split(":")[:2] for text in services[name]["volumes"]):
+            assert volume in seen or target in " ".join(made).split(), (name, target)
+            seen.add(volume)
+    assert seen == {"blocks", "run", "models"}
+
+
 def test_kubernetes_manifest_follows_its_schema() -> None:
     manifest = yaml.safe_load((DOCKER / "kubernetes/vllm-with-kvstore.yaml").read_text())
     kubernetes_validate.validate(manifest, "1.29", strict=True)

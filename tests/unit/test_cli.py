@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore import cli, logs
+from kvstore import cli, cli_options, cli_through, logs
 from kvstore.config import Config
-from kvstore.errors import ConfigError, Overloaded
+from kvstore.errors import ConfigError, KVStoreError, Overloaded
 from kvstore.rpc import control_pb2 as pb
 from kvstore.rpc import control_pb2_grpc
 from kvstore.rpc.status import code_of, trailing_metadata
@@ -54,6 +54,10 @@ class StandIn(control_pb2_grpc.ControlServicer):
         self.before_answer(context)
         return pb.StatReply(json=json.dumps(TREE))
 
+    def Attach(self, requests: object, context: grpc.ServicerContext) -> Iterator[pb.AttachReply]:
+        self.before_answer(context)
+        yield pb.AttachReply()
+
     def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearReply:
         self.asked.append(request)
         return pb.ClearReply(namespaces=3 if request.all else 1)
@@ -68,6 +72,14 @@ class StandIn(control_pb2_grpc.ControlServicer):
         self.asked.append(request)
         yield pb.VerifyReply(checked_blocks=10, total_blocks=20)
         yield pb.VerifyReply(checked_blocks=20, total_blocks=20, findings=self.findings, done=True)
+
+
+def refusing(error: KVStoreError) -> Callable[[grpc.ServicerContext], None]:
+    def refuse(context: grpc.ServicerContext) -> None:
+        context.set_trailing_metadata(trailing_metadata(error))
+        context.abort(code_of(error), str(error))
+
+    return refuse
 
 
 class Shell:
@@ -147,18 +159,31 @@ def test_stat_for_programs(shell: Shell, daemon: StandIn) -> None:
 def test_a_daemon_that_is_away(shell: Shell) -> None:
     for command in (["stat"], ["verify"], ["clear", "--all"]):
         assert shell.ask(*command) == cli.EXIT_AWAY
-        shell.assert_one_line(str(shell.socket), "kvstore serve")
+        shell.assert_one_line(str(shell.socket), "No such file", "kvstore serve")
         assert shell.out == ""
 
 
+@pytest.mark.parametrize("command", [["stat"], ["ls"]])
+def test_a_socket_that_may_not_be_opened(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr(cli_options, "why_silent", lambda path: PermissionError(13, "denied"))
+    assert shell.ask(*command) == cli.EXIT_REFUSED
+    shell.assert_one_line(str(shell.socket), "may not open", "host.group")
+
+
+def test_why_a_daemon_does_not_let_us_in(
+    shell: Shell, daemon: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.before_answer = refusing(Overloaded("64 clients; raise limits.clients_max"))
+    monkeypatch.setattr(cli_through, "CONNECT_SECONDS_MAX", 1.0)
+    assert shell.ask("ls") == cli.EXIT_REFUSED
+    shell.assert_one_line(str(shell.socket), "raise limits.clients_max")
+    logs.reset()
+
+
 def test_an_error_of_the_daemon_is_one_line(shell: Shell, daemon: StandIn) -> None:
-    error = Overloaded("512 calls are served already;\n try again later")
-
-    def refuse(context: grpc.ServicerContext) -> None:
-        context.set_trailing_metadata(trailing_metadata(error))
-        context.abort(code_of(error), str(error))
-
-    daemon.before_answer = refuse
+    daemon.before_answer = refusing(Overloaded("512 calls are served already;\n try again later"))
     assert shell.ask("stat") == cli.EXIT_REFUSED
     shell.assert_one_line("512 calls are served already; try again later")
 
@@ -210,6 +235,12 @@ def test_verify_of_a_stopped_directory(
     assert shell.run("verify", "--data-dir", str(tmp_path), "--payloads") == cli.EXIT_FINDINGS
     assert calls == [(str(tmp_path), True, False)]
     assert shell.out.splitlines() == ["stray record", "lost frame", "2 blocks checked, 2 findings"]
+
+
+def test_verify_refuses_what_is_no_data_directory(shell: Shell, tmp_path: Path) -> None:
+    assert shell.run("verify", "--data-dir", str(tmp_path / "typo")) == cli.EXIT_REFUSED
+    shell.assert_one_line(str(tmp_path / "typo"), "superblock.json", "daemon.data_dir")
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------- clear
@@ -348,6 +379,7 @@ def test_a_refusal_at_start_is_one_line(shell: Shell, served: list[Config]) -> N
         (["config", "--set", "host.bytes"], ["section.key=value"]),
         (["serve", "--host-bytes", "lots"], ["--host-bytes", "host.bytes", "'lots'", "64 MiB"]),
         (["stat", "--config", "/does/not/exist.toml"], ["/does/not/exist.toml"]),
+        (["ls", "--gateway", "x:1", "--token-file", "/no/token"], ["/no/token: No such file"]),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from client_kit import LAYOUT, SECONDS, SPACE, chain_of, coloured, eventually, fill, open_space
 
+from kvstore.cli_options import Where
 from kvstore.client import KVClient
 from kvstore.client.life import Life
 from kvstore.errors import (
@@ -51,6 +52,25 @@ def test_opening_without_a_daemon_makes_everything_a_miss(make_client: Make) -> 
         client.stat()
     assert client.away_reason
     assert client.statistics().away_calls >= 5
+
+
+@pytest.mark.parametrize(
+    ("variables", "socket"),
+    [
+        ({}, "/run/user/7/kvstore/default.sock"),
+        ({"KVSTORE_DAEMON__NAME": "blue"}, "/run/user/7/kvstore/blue.sock"),
+        ({"KVSTORE_DAEMON__NAME": "blue", "KVSTORE_DAEMON__SOCKET": "/run/s"}, "/run/s"),
+    ],
+)
+def test_it_looks_where_the_tools_look(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], socket: str
+) -> None:
+    for name, text in {"XDG_RUNTIME_DIR": "/run/user/7", **variables}.items():
+        monkeypatch.setenv(name, text)
+    assert Where().load({})[0].daemon.socket == socket
+    monkeypatch.setenv("KVSTORE_HOST__GROUP", "a group that only the daemon's machine has")
+    assert KVClient(attach=False)._session.socket == socket
+    assert KVClient("/given", attach=False)._session.socket == "/given"
 
 
 def test_it_attaches_when_the_daemon_comes_and_declares(make_fake: Make, make_client: Make) -> None:

@@ -8,7 +8,7 @@ import pytest
 from store_kit import LAYOUT, STORED, on_nvme_only, rows_of, tokens
 
 from kvstore.assembly import lock_data
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, TierIO
 from kvstore.offline import verify_offline
 
 
@@ -207,6 +207,50 @@ def test_a_stopped_directory_is_verified(life):
     assert offline(harness, payloads=True, fix=False) == []
     harness.start()
     assert harness.recovered.kept == 3
+
+
+def contents(harness):
+    """Every file below the data directory but those that only say who has it open."""
+    paths = harness._directory.rglob("*")
+    return {path: path.read_bytes() for path in paths if path.is_file() and "lock" not in path.name}
+
+
+def test_a_look_at_a_stopped_directory_changes_nothing(life):
+    """Not even what every start would drop, remove or count."""
+    harness, _, _, chain = life
+    generation = int(harness.store.catalog.nvme_generation[rows_of(harness, chain)[2]])
+    harness.store.nvme.forget([(bytes(chain[2]), generation)]).result()
+    index = harness.store.nvme._ledger._index
+    record = index.get(bytes(chain[0])).copy()
+    record["slot"] = 1 << 40
+    index.submit([(b"s" * 32, record.tobytes())], []).result()
+    harness.stop()
+    (harness._directory / "segments" / "note").write_text("of somebody else")
+    wrong = ["1 records that point to no slot of a segment"]
+    wrong += ["3 records whose parent is not on NVMe"]
+    before = contents(harness)
+    for payloads in (False, True):
+        assert offline(harness, payloads=payloads, fix=False) == wrong
+        assert contents(harness) == before
+    assert offline(harness, payloads=True, fix=True) == wrong
+    assert offline(harness, payloads=True, fix=False) == []
+    harness.start()
+    assert harness.recovered.kept == 2
+
+
+def test_a_damaged_index_is_named_and_built_again_only_to_fix(life):
+    harness = life[0]
+    harness.stop()
+    (harness._directory / "index" / "data.mdb").write_bytes(b"no index")
+    before = contents(harness)
+    with pytest.raises(TierIO, match="--fix"):
+        offline(harness, payloads=True, fix=False)
+    assert contents(harness) == before
+    (finding,) = offline(harness, payloads=True, fix=True)
+    assert "built again" in finding
+    assert offline(harness, payloads=True, fix=False) == []
+    harness.start()
+    assert harness.recovered.kept == 6
 
 
 def test_a_directory_in_use_is_left_alone(life):
