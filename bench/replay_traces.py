@@ -5,7 +5,8 @@ Primitives:
   `load(path)`   a trace file: `.jsonl` of one request a line, or an archive of coding sessions;
                  both also compressed with zstd
   `find(name)`   one of the known development traces; raises TracesMissing with the way out
-  `folder()`     where traces lie: KVSTORE_TRACES, else `../shared/traces`
+  `folder()`     where traces lie: KVSTORE_TRACES, else `../shared/traces`; docs/policy.md says
+                 where they come from
 
 Blocks are 512 tokens. Equal numbers mean equal whole prefixes. Reads files; replays nothing.
 """
@@ -115,7 +116,8 @@ def find(name: str, place: Path | None = None) -> Trace:
     if not path.is_file():
         raise TracesMissing(
             f"trace {name!r}: no file {path}; set KVSTORE_TRACES or --traces to the folder of the "
-            f"trace files, or name a .jsonl file (known names: {', '.join(KNOWN)})"
+            f"trace files, or name a .jsonl file (known names: {', '.join(KNOWN)}; docs/policy.md "
+            "says where they come from)"
         )
     return load(path, name if name in KNOWN else path.name.partition(".")[0])
 

@@ -5,8 +5,8 @@
     model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=64)
     kv.detach(model)
 
-Primitives: `attach`, `detach`, `Attached` (reports, `flush`, `transfers`, `press`, `paused`),
-`Refused`.
+Primitives: `attach`, `detach`, `Attached` (`last`, `statistics`, `flush`, `transfers`, `press`,
+`paused`), `Refused`.
 
 Generate is wrapped on the instance: the longest stored prefix of the prompt is restored into the
 cache that the call works on, the rest is computed, and full blocks are stored afterwards on a
@@ -198,7 +198,7 @@ class Attached:
         self.client = client
         self.choices = choices
         self.last = RequestReport()
-        """Of the latest call; `reports` has one a call."""
+        """Of the latest call."""
         self._shape = shape
         self._cache_name = cache_name(model)
         self._size = _size_of(model)

@@ -5,8 +5,8 @@ Primitives:
   `conflicts(config)`         settings that cannot work together
   `default_socket(...)`       where daemon and clients meet unless told otherwise
 
-This is the only place where limits live. No I/O; `config_load.load` reads files
-and variables, `settings` describes what is declared here.
+Their limits live here; those of two sections in `config_gateway` and `config_gpu`. No I/O;
+`config_load.load` reads files and variables, `settings` describes what is declared here.
 """
 
 from __future__ import annotations
