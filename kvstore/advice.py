@@ -1,6 +1,6 @@
 """What to load of what was found: the planner between a look-up and its lease.
 
-Primitives of `Advisor`: `match`, `watch`, `predict`, `score`, `break_even`.
+Primitives of `Advisor`: `match`, `watch`, `predict`, `score`.
 
 Until prefill times of a namespace were seen, there is no plan and all that was found is offered.
 What a plan declines to load is no part of the match, nor of the lease. Runs on the daemon's loop.
@@ -15,7 +15,7 @@ from kvstore.hints import TokenHint
 from kvstore.matching import MatchResult
 from kvstore.mover import Mover
 from kvstore.namespaces import Namespace
-from kvstore.planner import Ability, Pipeline, Plan, Prompt, Watch, break_even_tokens, plan
+from kvstore.planner import Ability, Pipeline, Plan, Prompt, Watch, plan
 from kvstore.prefetch import Prefetcher
 from kvstore.promotion import LoadStream
 from kvstore.store import READY, Store
@@ -101,26 +101,6 @@ class Advisor:
             float(self._mover.bytes_inflight),
             max(1, min(stages, len(namespace.layout.parts))),
         )
-
-    def break_even(self, namespace: Namespace) -> dict[int, int]:
-        """Tier → prefix tokens below which a load loses to recompute; empty while uncalibrated."""
-        costs, layout = self._store.costs, namespace.layout
-        if not costs.is_calibrated(namespace.index):
-            return {}
-        prefill, host = costs.prefill(namespace.index), costs.link(Tier.HOST)
-        each = layout.block_bytes / layout.block_tokens
-        return {
-            int(Tier.HOST): break_even_tokens(prefill, (host,), each),
-            int(Tier.NVME): break_even_tokens(prefill, (costs.link(Tier.NVME), host), each),
-        }
-
-    def least_break_even(self) -> dict[int, int]:
-        """The smallest of all namespaces, by tier."""
-        least: dict[int, int] = {}
-        for namespace in self._store.namespaces:
-            for tier, tokens in self.break_even(namespace).items():
-                least[tier] = min(tokens, least.get(tier, tokens))
-        return least
 
     def score(self, namespace: Namespace, names: bytes, prompt_tokens: int) -> Plan | None:
         """What a request for this chain would meet; counts no use. None while uncalibrated."""

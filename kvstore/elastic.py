@@ -53,7 +53,7 @@ class Elastic:
         """Bytes of a retired slab whose pages are still to be given back."""
         self._coming: Future[bool] | None = None
         """Pages for the slab retired last are being taken."""
-        self._wanted_slabs = store.host.pool.slabs if store.host is not None else 0
+        self._wanted_slabs = store.host_tier.pool.slabs
         self._retired: list[int] = []
         self._look_at = 0.0
         self._calm_since = 0.0
@@ -62,32 +62,25 @@ class Elastic:
     @property
     def target_bytes(self) -> int:
         """What the tier may fill."""
-        host = self._store.host
-        return 0 if host is None else self._wanted_slabs * host.pool.slab_bytes
+        return self._wanted_slabs * self._store.host_tier.pool.slab_bytes
 
     @property
     def filled_bytes(self) -> int:
         """What it fills now, free slots included."""
-        host = self._store.host
-        if host is None:
-            return 0
-        return (host.pool.slabs - len(self._retired)) * host.pool.slab_bytes
+        pool = self._store.host_tier.pool
+        return (pool.slabs - len(self._retired)) * pool.slab_bytes
 
     def resize(self, count_bytes: int) -> int:
         """Fill at most so much from now on, whole slabs, at least one; 0: all. What it will be."""
-        host = self._store.host
-        if host is None:
-            return 0
-        slabs = count_bytes // host.pool.slab_bytes if count_bytes else host.pool.slabs
-        self._wanted_slabs = max(SLABS_MIN, min(slabs, host.pool.slabs))
+        pool = self._store.host_tier.pool
+        slabs = count_bytes // pool.slab_bytes if count_bytes else pool.slabs
+        self._wanted_slabs = max(SLABS_MIN, min(slabs, pool.slabs))
         self._log.info("host tier resized", bytes=self.target_bytes)
         return self.target_bytes
 
     def turn(self, now: float) -> None:
         """A bounded step towards the target."""
-        host = self._store.host
-        if host is None:
-            return
+        host = self._store.host_tier
         if self._pressure.limit_percent and now >= self._look_at:
             self._look_at = now + LOOK_EVERY_SECONDS
             self._follow(self._pressure, now)

@@ -5,7 +5,6 @@ Primitives:
   `Prompt`, `Pipeline`   what was asked and found; what a load passes through and what stands in it
   `plan`                 the `Plan` with the earliest predicted first token
   `Plan.patience`        until when a load that runs late is worth waiting for; `Watch` keeps count
-  `break_even_tokens`    the shortest prefix whose load beats computing it
 
 Two forms. *Prefix*: blocks [first, last) are loaded, then, or meanwhile layer by layer, the rest is
 computed. *Meeting*: blocks are loaded from the back while the front is computed in units, until
@@ -31,8 +30,6 @@ LATE_SECONDS_MIN = 0.005
 MEETING_SPARE = 0.25
 """Share of a meeting's load that is asked for beyond the predicted meeting point."""
 NOTHING = PrefillCost(0.0, 0.0)
-NEVER_TOKENS = 1 << 40
-"""Break-even of a link that never wins."""
 
 
 @dataclass(frozen=True)
@@ -267,20 +264,3 @@ def _begin_seconds(prompt: Prompt, pipeline: Pipeline, first: int, last: int) ->
     if below.any():
         return pipeline.nvme.seconds(float(pipeline.queued_bytes)) + pipeline.host.latency_seconds
     return pipeline.host.latency_seconds
-
-
-def break_even_tokens(
-    prefill: PrefillCost, links: tuple[LinkCost, ...], bytes_per_token: float
-) -> int:
-    """Prefix tokens from which on loading them through `links` takes less time than computing them.
-
-    NEVER_TOKENS when no prefix is long enough.
-    """
-    latency = sum(link.latency_seconds for link in links)
-    slowest = max(link.seconds(1.0) - link.latency_seconds for link in links)
-    gain = prefill.seconds_per_token - slowest * bytes_per_token
-    bend = prefill.seconds_per_token_position / 2
-    spread = math.sqrt(gain * gain + 4 * bend * latency)
-    # bend·n² + gain·n = latency, solved without taking like from like.
-    above, below = (2 * latency, gain + spread) if gain > 0 else (spread - gain, 2 * bend)
-    return math.ceil(above / below) if above < below * NEVER_TOKENS else NEVER_TOKENS

@@ -58,7 +58,7 @@ class Prefetcher:
 
     def _enqueue(self, namespace: Namespace, rows: IntArray) -> int:
         store = self._store
-        if store.host is None or not len(rows):
+        if not len(rows):
             return 0
         share = HOST_SHARE_MAX * store.config.host.bytes / namespace.slot_bytes
         most = int(min(share, QUEUED_BLOCKS_MAX - self.queued_blocks))

@@ -57,8 +57,8 @@ class Room:
         """Up to `count` slots of one size, FILLING. `staging` may dip into the share kept for
         promotions. The ends of chains that grow leave last; with `keeps_ends` the latest never do.
         """
-        host = self._store.host
-        if host is None or count <= 0:
+        host = self._store.host_tier
+        if count <= 0:
             return []
         slot_bytes = host.slot_bytes_for(slot_bytes)
         slots = host.take(slot_bytes, count)

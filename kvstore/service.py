@@ -155,13 +155,12 @@ class Service:
         """Raises InvalidRequest unless it is a held lock file of this arena, or none at all: the
         end of its lock is the only proof of its process' end.
         """
-        host = self.store.host
-        if name and host is not None and host.arena.client_gone(name):
+        if name and self.store.host_tier.arena.client_gone(name):
             raise InvalidRequest(f"attach: lock file {name} is not held; lock it before the hello")
 
     def attached(self, session: Session) -> None:
-        if session.lock_file and self.store.host is not None:
-            self.store.host.arena.acknowledge_client(session.lock_file)
+        if session.lock_file:
+            self.store.host_tier.arena.acknowledge_client(session.lock_file)
         self._log.info("client attached", engine=session.engine, pid=session.pid)
 
     def detached(self, session: Session) -> None:
@@ -178,9 +177,9 @@ class Service:
 
     def _bury(self) -> None:
         """Clients that left and whose kernel lock is free can write no more."""
+        arena = self.store.host_tier.arena
         for session in self.sessions.waiting():
-            host = self.store.host
-            if not session.lock_file or host is None or host.arena.client_gone(session.lock_file):
+            if not session.lock_file or arena.client_gone(session.lock_file):
                 self.ends.client_gone(session.client)
                 if self.gpu is not None:
                     self.gpu.gone(session.client)
@@ -212,7 +211,7 @@ class Service:
 
     def _check_fits(self, layout: BlockLayout) -> None:
         host = self.config.host
-        if self.store.host is not None and layout.slot_bytes > min(host.bytes, host.region_bytes):
+        if layout.slot_bytes > min(host.bytes, host.region_bytes):
             raise InvalidRequest(
                 f"a block of {layout.slot_bytes} bytes does not fit into host.region_bytes="
                 f"{host.region_bytes} of host.bytes={host.bytes}; raise them or use fewer "
@@ -358,8 +357,7 @@ class Service:
                 self.staging.tend(now)
                 self.cost_keeper.turn(now, self._workers)
                 tell_held_back()
-                if self.store.host is not None:
-                    self.store.host.recheck()
+                self.store.host_tier.recheck()
                 if self.store.nvme is not None:
                     self._shrink_nvme(self.store.nvme.tend(), now)
 

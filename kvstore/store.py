@@ -297,7 +297,7 @@ class Store:
 
     @property
     def host_tier(self) -> HostTier:
-        """The host tier; callers have made sure that there is one."""
+        """The host tier. Only the store of `offline` has none: it serves nobody."""
         check(self.host is not None, "host tier is on")
         assert self.host is not None
         return self.host

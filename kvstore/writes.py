@@ -153,8 +153,6 @@ class WritePath:
         return Grant(reservation.id, np.zeros(len(slots), np.uint8), found)
 
     def _admit_writer(self, client: ClientId) -> None:
-        if self._store.host is None:
-            raise InvalidRequest("this daemon has no host tier; set host.bytes to store blocks")
         if self._store.reservations.is_over_quarantine(client):
             raise Overloaded(
                 "this client's expired reservations hold "

@@ -123,6 +123,13 @@ def test_a_setting_is_described_and_used(key: str) -> None:
     )
 
 
+def test_the_architecture_names_every_module() -> None:
+    text = text_of("ARCHITECTURE.md")
+    modules = {Path(source).parts[1].removesuffix(".py") for source in sources("kvstore")}
+    missing = [name for name in modules if not re.search(rf"\b{name}\b", text)]
+    assert set(missing) == {"__init__"}
+
+
 @cache
 def asserted_invariants() -> set[str]:
     """Ids in the law texts of `check(...)` and `InvariantViolated(...)`."""

@@ -104,12 +104,6 @@ class KVClient:
         return life.boot_id if life else 0
 
     @property
-    def break_even_tokens(self) -> dict[int, int]:
-        """Tier number -> prefix tokens below which loading loses to recomputing."""
-        life = self._session.life
-        return dict(life.break_even_tokens) if life else {}
-
-    @property
     def directory_reads(self) -> DirectoryReads:
         """Whether matches and loads from the host tier go without a call."""
         life = self._session.life

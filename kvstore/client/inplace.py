@@ -115,7 +115,7 @@ def find_in_host(handle: NamespaceHandle, names: Names) -> InPlace | None:
     if isinstance(attached, str):
         return None
     life, declared = attached
-    if life.directory is None or not life.reads_directory:
+    if not life.reads_directory:
         return None
     found = life.directory.lookup(declared.index, joined)
     if not found.count or not (found.lengths == handle.layout.block_bytes).all():
@@ -147,7 +147,6 @@ def granted_spans(handle: NamespaceHandle, reservation: WriteReservation) -> Ite
         return
     life = reservation._filling()
     arena = life.arena
-    assert arena is not None  # the slots come from it
     slot_bytes = handle._declared(life).slot_bytes
     edges = [0, *(np.flatnonzero(np.diff(granted) != 1) + 1).tolist(), len(granted)]
     for start, stop in pairwise(edges):
@@ -160,7 +159,6 @@ def granted_addresses(reservation: WriteReservation, at: IntArray) -> UIntArray:
 
     Raises like `WriteReservation.view`."""
     arena = reservation._filling().arena
-    assert arena is not None  # the slots come from it
     offsets = np.array(reservation._shared.offsets, np.uint64)[at]
     if (offsets == NO_OFFSET).any():
         raise InvalidRequest("reservation: a block without a slot was to be saved")
@@ -172,7 +170,7 @@ def arena_regions(handle: NamespaceHandle) -> tuple[int, list[ByteArray]]:
 
     (0, []) while none is attached. Keep the arrays for as long as a device may touch them."""
     attached = handle._attached()
-    if isinstance(attached, str) or attached[0].arena is None:
+    if isinstance(attached, str):
         return 0, []
     return attached[0].boot_id, attached[0].arena.writable_regions()
 
@@ -238,7 +236,6 @@ class _HostBlocks:
 
     def spans(self, first: int, stop: int) -> Iterator[Span]:
         life = self._life
-        assert life.arena is not None  # the directory lies in it
         yield from _spans(
             life.arena.read_view, self._offsets[first:stop], first, self._slot_bytes, life
         )
@@ -248,13 +245,11 @@ class _HostBlocks:
         return np.full(self.blocks, 0xFF, np.uint8)
 
     def addresses(self, blocks: IntArray) -> UIntArray:
-        assert self._life.arena is not None  # the directory lies in it
         places = self._life.arena.addresses(self._found.offsets[blocks])
         return places if self._gpu is None else self._gpu.over(blocks, places)
 
     def valid(self) -> bool:
         life = self._life
-        assert life.directory is not None  # `found` came from it
         found = self._found
         is_whole = life.directory.still_valid(life.boot_id, found.slots, found.generations)
         return is_whole and (self._gpu is None or self._gpu.valid())
@@ -317,8 +312,8 @@ class _LeasedBlocks:
 
     def spans(self, first: int, stop: int) -> Iterator[Span]:
         life, group = self._lease._alive(), self._group
-        if group is None or life.arena is None:
-            raise InvalidRequest("these blocks lie in no host tier that could be read")
+        if group is None:
+            raise InvalidRequest("these blocks are not leased")
         offsets = group.offsets[first:stop].tolist()
         slot_bytes = self._handle._declared(life).slot_bytes
         yield from _spans(life.arena.read_view, offsets, first, slot_bytes, life)
@@ -329,8 +324,8 @@ class _LeasedBlocks:
 
     def addresses(self, blocks: IntArray) -> UIntArray:
         life, group = self._lease._alive(), self._group
-        if group is None or life.arena is None:
-            raise InvalidRequest("these blocks lie in no host tier that could be read")
+        if group is None:
+            raise InvalidRequest("these blocks are not leased")
         places = life.arena.addresses(group.offsets[blocks])
         return places if self._gpu is None else self._gpu.over(blocks + group.first, places)
 

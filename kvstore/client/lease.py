@@ -113,8 +113,6 @@ class ReadLease:
         at = block - held.first
         if int(held.readable[at]) != held.all_parts:
             raise InvalidRequest(f"lease: block {block} is not readable yet; iterate load() first")
-        if life.arena is None:
-            raise InvalidRequest("lease: this daemon has no host tier to read from")
         view: ByteArray = life.arena.read_view(int(held.offsets[at]) + start, length)
         return view
 
@@ -212,7 +210,7 @@ class ReadLease:
         life = self._life
         if life is None or not life.is_boot_current:
             return False
-        if life.directory is None or not life.reads_directory:
+        if not life.reads_directory:
             return not life.is_over and not self._is_released and self.seconds_left > 0
         directory = life.directory
         return all(group.holds(directory) for group in self.groups) and life.is_boot_current

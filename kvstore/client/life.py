@@ -75,8 +75,8 @@ class Life:
     def __init__(
         self,
         welcome: pb.Welcome,
-        arena: ArenaView | None,
-        directory: DirectoryReader | None,
+        arena: ArenaView,
+        directory: DirectoryReader,
         lock: ClientLock | None,
     ) -> None:
         self.client = welcome.client
@@ -84,7 +84,6 @@ class Life:
         self.region_bytes = welcome.region_bytes
         self.arena_bytes = welcome.regions * welcome.region_bytes
         self.read_lease_seconds = welcome.read_lease_seconds
-        self.break_even_tokens = dict(welcome.break_even_tokens)
         self.arena = arena
         self.directory = directory
         self.gpu_directory_at = welcome.gpu_directory_at
@@ -107,8 +106,6 @@ class Life:
 
         Raises PeerGone, VersionMismatch, InvalidRequest, ConfigError.
         """
-        if not welcome.arena_dir:
-            return cls(welcome, None, None, lock)
         try:
             arena = ArenaView.attach(Path(welcome.arena_dir), welcome.region_bytes, welcome.regions)
         except PermissionError as error:
@@ -125,7 +122,7 @@ class Life:
 
     def open_slabs(self, user: SlabUser, closed: Callable[[int], None]) -> bool:
         """Let a device in; whether there is a GPU tier to open."""
-        if self.arena is None or not self.gpu_directory_at or not self.reads_directory:
+        if not self.gpu_directory_at or not self.reads_directory:
             return False
         directory = DirectoryReader(self.arena.header[self.gpu_directory_at :])
         self.slabs = OpenSlabs(user, directory, self.gpu_slab_bytes, closed)
@@ -134,12 +131,12 @@ class Life:
     @property
     def reads_directory(self) -> bool:
         """Whether lookups without a lease are sound here."""
-        return self.directory is not None and STORE_ORDER_TRUSTED
+        return STORE_ORDER_TRUSTED
 
     @property
     def is_boot_current(self) -> bool:
         """Whether the mapped header still belongs to the daemon life we attached to."""
-        return self.directory is not None and self.directory.boot_id == self.boot_id
+        return self.directory.boot_id == self.boot_id
 
     def writer_begins(self) -> bool:
         """Before the first byte is written into the arena. False: it is over, write nothing."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.client.copying import CopyThreads, Geometry, Rows, ViewOf
+from kvstore.client.copying import CopyThreads, Geometry, Rows
 from kvstore.client.groups import LeasedGroup, Ready
 from kvstore.client.keeper import Keeper
 from kvstore.client.lease import ReadLease
@@ -24,7 +24,7 @@ from kvstore.client.life import Declared, Life
 from kvstore.client.reasons import ABSENT, CHANGED, CLOSED, reason_of
 from kvstore.client.session import Session
 from kvstore.directory import Found
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.layout import BlockLayout
 from kvstore.types import FINGERPRINT_BYTES, Tier
 
@@ -141,7 +141,7 @@ class Loader:
 
     def _lookup(self, order: Order) -> Found | None:
         life = order.life
-        if life.directory is None or not life.reads_directory:
+        if not life.reads_directory:
             return None
         found = life.directory.lookup(order.declared.index, order.names)
         return found if (found.lengths == self._layout.block_bytes).all() else None
@@ -150,13 +150,11 @@ class Loader:
         """Whether the chain cannot go on below the host tier: certain, and known without a call."""
         if not self._is_prefix_closed:
             return False
-        assert order.life.directory is not None  # `have` came from it
         at = have * FINGERPRINT_BYTES
         return not order.life.directory.may_be_below(order.names[at : at + FINGERPRINT_BYTES])
 
     def _copy_found(self, order: Order, found: Found, reason: str = "") -> LoadResult:
         life = order.life
-        assert life.directory is not None  # `found` came from it
         self._copy(order, found.offsets.tolist(), 0)
         if not life.directory.still_valid(life.boot_id, found.slots, found.generations):
             return LoadResult(0, reason=CHANGED)
@@ -164,7 +162,7 @@ class Loader:
 
     def _copy(self, order: Order, offsets: list[int], first_row: int) -> None:
         if offsets:
-            view = _read_view(order.life)
+            view = order.life.arena.read_view
             geometry = self._geometry(order)
             began = time.perf_counter()
             self._threads.copy_out(
@@ -208,7 +206,7 @@ class Loader:
         if len(ready.parts) == len(self._layout.parts):
             self._copy(order, offsets, first - order.start)
             return
-        view = _read_view(order.life)
+        view = order.life.arena.read_view
         for start, length in self._ranges(ready.parts, order.rank):
             base = self._geometry(order).start
             for index, offset in enumerate(offsets):
@@ -232,9 +230,3 @@ class Loader:
             else:
                 ranges.append((start, stop - start))
         return ranges
-
-
-def _read_view(life: Life) -> ViewOf:
-    if life.arena is None:
-        raise InvalidRequest("this daemon has no host tier to read from")
-    return life.arena.read_view

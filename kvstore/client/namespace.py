@@ -148,7 +148,7 @@ class NamespaceHandle(ControlVerbs):
             return 0
         life, declared = attached
         self._session.tally.add(matches=1)
-        if life.directory is None or not life.reads_directory:
+        if not life.reads_directory:
             return self._leading_in_host(names)
         return life.directory.lookup(declared.index, joined).count
 
@@ -160,7 +160,7 @@ class NamespaceHandle(ControlVerbs):
             return np.zeros(len(names), np.bool_)
         life, declared = attached
         self._session.tally.add(matches=1)
-        if life.directory is None or not life.reads_directory:
+        if not life.reads_directory:
             return np.zeros(len(names), np.bool_)
         return life.directory.lookup_each(declared.index, joined).mask
 
@@ -194,7 +194,6 @@ class NamespaceHandle(ControlVerbs):
         """Whether no tier can hold a prefix of these names: certain, and known without a call."""
         if not (self._is_prefix_closed and life.reads_directory):
             return False
-        assert life.directory is not None  # it is read
         first = joined[:FINGERPRINT_BYTES]
         if not first or life.directory.may_be_below(first):
             return False

@@ -109,7 +109,6 @@ class WriteReservation:
         life = self._filling()
         if not 0 <= block < len(self.statuses) or self._shared.offsets[block] == NO_OFFSET:
             raise InvalidRequest(f"reservation: block {block} has no slot; granted: {self.granted}")
-        assert life.arena is not None  # slots come from it
         return life.arena.write_view(self._shared.offsets[block] + start, length)
 
     def _filling(self) -> Life:

@@ -351,5 +351,4 @@ class Session:
         self._set_life(None)
         if life is not None:
             life.end()
-            if life.arena is not None:
-                life.arena.close()
+            life.arena.close()

@@ -23,7 +23,7 @@ from kvstore.client.reasons import AWAY, BUSY, CLOSED, DRAINING, reason_of
 from kvstore.client.reservation import reserve_named
 from kvstore.client.session import Session
 from kvstore.client.spare import Reserved, SpareSlots
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.layout import BlockLayout
 from kvstore.rpc.wire import NO_OFFSET
 from kvstore.types import FINGERPRINT_BYTES, BlockStatus
@@ -124,7 +124,7 @@ class Storer:
     def _missing(self, order: StoreOrder) -> list[int]:
         """Blocks the directory does not have; the others are settled as PRESENT."""
         life, count = order.life, len(order.rows)
-        if life.directory is None or not life.reads_directory:
+        if not life.reads_directory:
             return list(range(count))
         mask = life.directory.lookup_each(order.declared.index, order.names).mask
         present = np.flatnonzero(mask).tolist()
@@ -146,8 +146,6 @@ class Storer:
 
     def _copy(self, order: StoreOrder, offsets: Sequence[int], first_row: int) -> None:
         life = order.life
-        if life.arena is None:
-            raise InvalidRequest("this daemon has no host tier to store into")
         geometry = Geometry(
             0, self._layout.block_bytes, order.declared.slot_bytes, life.region_bytes
         )

@@ -1,7 +1,7 @@
 """What a client measured, told to the daemon now and then: the costs it plans with.
 
-Primitives of `Timings`: `prefill`, `copy`; `break_even`, the daemon's answer. Adding never waits
-and never fails; what nobody fetches in time is dropped, oldest first.
+Primitives of `Timings`: `prefill`, `copy`. Adding never waits and never fails; what nobody fetches
+in time is dropped, oldest first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class Timings:
         self._session = session
         self._prefills: deque[pb.PrefillTime] = deque(maxlen=WAITING_MAX)
         self._copies: deque[pb.CopyTime] = deque(maxlen=WAITING_MAX)
-        self._break_even: dict[bytes, dict[int, int]] = {}
 
     def prefill(self, namespace: bytes, start_tokens: int, end_tokens: int, seconds: float) -> None:
         """The engine computed tokens [start, end) of a prompt and waited for nothing."""
@@ -47,10 +46,6 @@ class Timings:
         """Whether nothing waits to be told."""
         return not self._prefills and not self._copies
 
-    def break_even(self, namespace: bytes) -> dict[int, int]:
-        """Tier → prefix tokens below which a load loses to recompute; empty until calibrated."""
-        return self._break_even.get(namespace, {})
-
     def attend(self, life: Life, now: float) -> None:
         """Send what waits."""
         prefills = [self._prefills.popleft() for _ in range(len(self._prefills))]
@@ -60,9 +55,7 @@ class Timings:
         for name in {time.namespace for time in prefills} - life.namespaces.keys():
             prefills = [time for time in prefills if time.namespace != name]
         request = pb.ReportRequest(client=life.client, prefills=prefills, copies=copies)
-        reply = self._session.call_until_closed("Report", request)
-        for even in reply.break_even:
-            self._break_even[even.namespace] = dict(even.tokens)
+        self._session.call_until_closed("Report", request)
 
     def forget(self) -> None:
         """The measurements keep for the next daemon life."""

@@ -73,14 +73,7 @@ class AttachReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., unmap: _Optional[_Union[UnmapSlab, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., slabs: _Optional[_Union[Slabs, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "client", "boot_id", "arena_dir", "region_bytes", "regions", "read_lease_seconds", "write_lease_seconds", "lease_blocks_max", "version", "break_even_tokens", "gpu_directory_at", "gpu_slab_bytes")
-    class BreakEvenTokensEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: int
-        value: int
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    __slots__ = ("protocol_major", "protocol_minor", "client", "boot_id", "arena_dir", "region_bytes", "regions", "read_lease_seconds", "write_lease_seconds", "lease_blocks_max", "version", "gpu_directory_at", "gpu_slab_bytes")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
@@ -92,7 +85,6 @@ class Welcome(_message.Message):
     WRITE_LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LEASE_BLOCKS_MAX_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    BREAK_EVEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GPU_DIRECTORY_AT_FIELD_NUMBER: _ClassVar[int]
     GPU_SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
@@ -106,10 +98,9 @@ class Welcome(_message.Message):
     write_lease_seconds: float
     lease_blocks_max: int
     version: str
-    break_even_tokens: _containers.ScalarMap[int, int]
     gpu_directory_at: int
     gpu_slab_bytes: int
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., client: _Optional[int] = ..., boot_id: _Optional[int] = ..., arena_dir: _Optional[str] = ..., region_bytes: _Optional[int] = ..., regions: _Optional[int] = ..., read_lease_seconds: _Optional[float] = ..., write_lease_seconds: _Optional[float] = ..., lease_blocks_max: _Optional[int] = ..., version: _Optional[str] = ..., break_even_tokens: _Optional[_Mapping[int, int]] = ..., gpu_directory_at: _Optional[int] = ..., gpu_slab_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., client: _Optional[int] = ..., boot_id: _Optional[int] = ..., arena_dir: _Optional[str] = ..., region_bytes: _Optional[int] = ..., regions: _Optional[int] = ..., read_lease_seconds: _Optional[float] = ..., write_lease_seconds: _Optional[float] = ..., lease_blocks_max: _Optional[int] = ..., version: _Optional[str] = ..., gpu_directory_at: _Optional[int] = ..., gpu_slab_bytes: _Optional[int] = ...) -> None: ...
 
 class UnmapSlab(_message.Message):
     __slots__ = ("slab",)
@@ -410,25 +401,8 @@ class CopyTime(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("break_even",)
-    BREAK_EVEN_FIELD_NUMBER: _ClassVar[int]
-    break_even: _containers.RepeatedCompositeFieldContainer[BreakEven]
-    def __init__(self, break_even: _Optional[_Iterable[_Union[BreakEven, _Mapping]]] = ...) -> None: ...
-
-class BreakEven(_message.Message):
-    __slots__ = ("namespace", "tokens")
-    class TokensEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: int
-        value: int
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    namespace: bytes
-    tokens: _containers.ScalarMap[int, int]
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ExistsRequest(_message.Message):
     __slots__ = ("namespace", "fingerprints")

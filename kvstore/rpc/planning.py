@@ -88,10 +88,7 @@ class PlanningVerbs(Verbs):
             if _is_duration(copy.seconds):
                 store.costs.link_seen(Tier.HOST, copy.bytes, copy.seconds)
         self.service.touch_soon()
-        even = {name: self.service.advisor.break_even(space) for name, space in told.items()}
-        return pb.ReportReply(
-            break_even=[pb.BreakEven(namespace=name, tokens=even[name]) for name in told]
-        )
+        return pb.ReportReply()
 
     @unary
     async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchReply:

@@ -25,14 +25,14 @@ def pack_group(store: Store, group: GroupMatch) -> pb.GroupMatch:
     now.
     """
     rows = group.rows
-    columns, host = store.catalog, store.host
+    columns, host = store.catalog, store.host_tier
     reply = pb.GroupMatch(blocks=group.blocks, first=group.first)
     ready = columns.host_state[rows] == READY
     slots = columns.host_slot[rows]
     offsets = np.full(len(rows), _NO_OFFSETS, np.uint64)
     generations = np.zeros(len(rows), np.uint64)
-    if host is not None and (slots >= 0).any():
-        with_slot = slots >= 0
+    with_slot = slots >= 0
+    if with_slot.any():
         offsets[with_slot] = host.pool.offsets_of(slots[with_slot])
         generations[with_slot] = host.generations(slots[with_slot])
     reply.offsets = offsets.tobytes()

@@ -87,20 +87,19 @@ class ControlServicer(KeepingVerbs, PlanningVerbs, control_pb2_grpc.ControlServi
             session.outbox.put_nowait(None)
 
     def _welcome(self, session: Session) -> pb.Welcome:
-        config, host, gpu = self._config, self.service.store.host, self.service.store.gpu
+        config, gpu = self._config, self.service.store.gpu
         return pb.Welcome(
             protocol_major=wire.PROTOCOL_MAJOR,
             protocol_minor=wire.PROTOCOL_MINOR,
             client=session.client,
             boot_id=self.service.boot_id,
-            arena_dir=str(config.arena_directory) if host is not None else "",
+            arena_dir=str(config.arena_directory),
             region_bytes=config.host.region_bytes,
-            regions=config.host.regions if host is not None else 0,
+            regions=config.host.regions,
             read_lease_seconds=config.lease.read_seconds,
             write_lease_seconds=config.lease.write_seconds,
             lease_blocks_max=config.lease.blocks_max,
             version=VERSION,
-            break_even_tokens=self.service.advisor.least_break_even(),
             gpu_directory_at=gpu.directory_at if gpu is not None else 0,
             gpu_slab_bytes=config.gpu.slab_bytes,
         )

@@ -141,8 +141,7 @@ class Harness:
         nvme = self._open_nvme() if self.config.nvme.enabled else None
         self.device = FakeDevice(self._seed)
         gpu = open_gpu(self.config, self.device)
-        host = self._open_host(gpu) if self.config.host.bytes else None
-        self.store = make_store(self.config, host, nvme, self._ids.__next__, gpu)
+        self.store = make_store(self.config, self._open_host(gpu), nvme, self._ids.__next__, gpu)
         if nvme is not None:
             self.recovered = recover(self.store, nvme)
             self.commits.schedule = self._commit_later

@@ -25,8 +25,6 @@ from kvstore.slab import SlabPool
 from kvstore.tier.base import Slots
 from kvstore.types import PAGE_BYTES, ByteArray, ClientId, IntArray, Tier, UIntArray
 
-SLAB_BYTES = 256 << 20
-
 
 class GpuTier:
     """Owns the memory it allocates on `device`. `bytes_max` may be lowered and raised again, up to
@@ -44,7 +42,7 @@ class GpuTier:
         device: Device,
         bytes_max: int,
         *,
-        slab_bytes: int = SLAB_BYTES,
+        slab_bytes: int,
         slot_bytes_min: int = PAGE_BYTES,
     ) -> None:
         # A slot never runs over two slabs: they are different allocations.

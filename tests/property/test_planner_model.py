@@ -7,15 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.costs import LinkCost, PrefillCost
-from kvstore.planner import (
-    ERROR,
-    Pipeline,
-    Plan,
-    Prompt,
-    Watch,
-    break_even_tokens,
-    plan,
-)
+from kvstore.planner import ERROR, Pipeline, Plan, Prompt, Watch, plan
 
 rates = st.floats(1e-12, 1e-6)
 links = st.builds(LinkCost, st.floats(0, 1e-2), rates)
@@ -141,28 +133,6 @@ def test_patience_ends_and_grows_with_what_has_come(prompt, world, arrivals) -> 
         assert until <= 100.0 + made.expected_seconds(1.0) * pace + late + 1e-9
         now = min(until, now + made.expected_seconds(1.0) / 7)
         watch.seen(parts, now)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.builds(PrefillCost, st.floats(1e-7, 1e-2), st.floats(0, 1e-7)),
-    st.lists(links, min_size=1, max_size=2),
-    st.floats(1, 1e6),
-)
-def test_below_the_break_even_length_a_load_loses(prefill, chain, each) -> None:
-    tokens = break_even_tokens(prefill, tuple(chain), each)
-    latency = sum(link.latency_seconds for link in chain)
-    slowest = max(link.seconds_per_byte for link in chain)
-
-    def gain(length: float) -> float:
-        return prefill.seconds(0.0, length) - latency - length * each * slowest
-
-    if tokens > 1:
-        shorter = tokens - 1.0
-        assert gain(shorter) <= 1e-9 * (latency + prefill.seconds(0.0, shorter)) + 1e-15
-    if tokens < 1 << 39:
-        longer = tokens + 1.0
-        assert gain(longer) >= -1e-9 * (latency + prefill.seconds(0.0, longer)) - 1e-15
 
 
 def test_nothing_stored_is_no_load() -> None:

@@ -190,7 +190,6 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
                 write_lease_seconds=self.write_seconds,
                 lease_blocks_max=1024,
                 version="fake",
-                break_even_tokens={1: 64},
             )
         )
         told, streams = 0, self._streams

@@ -80,7 +80,6 @@ def test_it_attaches_when_the_daemon_comes_and_declares(make_fake: Make, make_cl
     assert client.wait_connected(SECONDS)
     assert (client.connected, client.away_reason) == (True, "")
     assert client.boot_id == fake.boot_id
-    assert client.break_even_tokens == {1: 64}
     assert client.directory_reads == (True, "")
     (declared,) = fake.called("Declare")
     assert (declared.namespace, declared.label, declared.layout.layers) == (SPACE, "a model", 2)

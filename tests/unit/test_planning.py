@@ -40,9 +40,8 @@ def teach(harness, engine, space, seconds_per_token, *, count=5):
         for at in range(count)
     ]
     request = pb.ReportRequest(client=engine.client, prefills=times)
-    reply = harness.wait(engine.call("Report", request))
+    harness.wait(engine.call("Report", request))
     harness.sleep(0.5)
-    return reply
 
 
 def match(harness, engine, space, chain, *, begin_load=False, **ability):
@@ -243,15 +242,6 @@ def test_scores_predict_and_count_no_use(below):
     assert score.recompute_seconds == pytest.approx(PROMPT * 0.01, rel=0.5)
     harness.sleep(0.1)
     assert (harness.store.catalog.uses[rows_of(harness, chain)] == uses).all()
-
-
-def test_break_even_lengths_are_told_once_they_are_known(below):
-    harness, space, engine, _ = below
-    teach(harness, engine, space, 1.0)
-    even = teach(harness, engine, space, 1.0).break_even[0]
-    assert even.namespace == space.id
-    assert 1 <= even.tokens[Tier.HOST] <= even.tokens[Tier.NVME] <= 2
-    assert harness.service.advisor.least_break_even() == dict(even.tokens)
 
 
 def test_what_was_learnt_outlives_the_daemon(below):
