@@ -148,8 +148,10 @@ class Store:
         """Count what was found as used once. The lease, when wanted, covers every row of the result
         and keeps all its replicas where they are. Raises LeaseTooLarge.
         """
-        for group, asked in zip(result.groups, result.asked_blocks, strict=True):
-            self._count_query(asked, group, result.short_reason or "absent")
+        in_host = [self.catalog.host_state[group.rows] == READY for group in result.groups]
+        self.counters.matched(result, [int(np.count_nonzero(each)) for each in in_host])
+        for group in result.groups:
+            self._count_saved(group.namespace, group.first, group.blocks)
         leased = np.concatenate([group.rows for group in result.groups])
         if not len(leased):
             return
@@ -176,12 +178,6 @@ class Store:
         astray = self.catalog.namespace[rows] != namespace.index
         astray |= self.catalog.parent[rows] != np.append(ABSENT_ROW, rows[:-1])[: len(rows)]
         return rows[: int(astray.argmax())] if astray.any() else rows
-
-    def _count_query(self, asked: int, group: GroupMatch, missed: str) -> None:
-        in_host = int(np.count_nonzero(self.catalog.host_state[group.rows] == READY))
-        tokens, below = group.namespace.layout.block_tokens, len(group.rows) - in_host
-        self.counters.looked_up(tokens, asked, in_host, below, missed)
-        self._count_saved(group.namespace, group.first, group.blocks)
 
     def _count_saved(self, namespace: Namespace, first: int, last: int) -> None:
         """Prefill of blocks [first, last), where engines told how long theirs takes."""
@@ -213,10 +209,7 @@ class Store:
         classes = classes_of(hints, 0, len(rows), namespace.layout.block_tokens) if hints else None
         readable = self.is_readable(rows)
         rows, classes = rows[readable], None if classes is None else classes[readable]
-        self.counters.looked_up(
-            namespace.layout.block_tokens, len(readable), len(readable), 0, "absent"
-        )
-        self.counters.add("reported_blocks", len(readable))
+        self.counters.reported(len(readable), namespace.layout.block_tokens)
         if len(rows):
             first = int(self.catalog.depth[rows[0]])
             self._count_saved(namespace, first, first + len(rows))

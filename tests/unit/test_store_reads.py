@@ -146,6 +146,8 @@ def test_a_sliding_group_needs_its_window_only(harness):
     assert [(group.first, group.blocks) for group in found.groups] == [(0, 6), (4, 6)]
     leased = harness.store.catalog.leases[rows_of(harness, b)[3:]]
     assert leased.tolist() == [0, 1, 1], "the window is leased, nothing before it"
+    names = ("queries", "queried_blocks", "hit_tokens:host", "missed_tokens:absent")
+    assert counters(harness, *names) == [1, 6 + 2, 24, 0], "each token once, none missed"
     drop = harness.chain(sliding, tokens(6))
     harness.wait(engine.release(found))
     harness.call(harness.store.forget, rows_of(harness, drop)[5:], "deleted", 0.0)
