@@ -150,7 +150,8 @@ METRICS: tuple[Counted | Gauge | Histogram, ...] = (
     Counted(
         "kvstore_dropped_blocks",
         "dropped_blocks",
-        "Replicas that left, by reason (evicted: for want of room).",
+        "Replicas that left, each once, by reason (for want of room: evicted, or "
+        "dropped_before_write when NVMe had no copy).",
         "reason",
     ),
     Counted(

@@ -297,32 +297,35 @@ class Store:
 
     # ------------------------------------------------------------------ leaving
 
+    def count_dropped(self, rows: IntArray, reason: str) -> None:
+        """A whole replica of each leaves. Those of condemned rows were counted with these."""
+        fresh = self.catalog.clear_count[rows] != CONDEMNED
+        self.counters.add(f"dropped_blocks:{reason}", int(np.count_nonzero(fresh)))
+
     def drop_unready(self, row: int, reason: str) -> None:
-        """A FILLING or COMMITTED host replica will never be READY: slot back, waiting children
-        dropped too.
-        """
+        """A FILLING or COMMITTED host replica will never be READY; its waiting children neither."""
         columns = self.catalog
         stack = [row]
         while stack:
             lost = stack.pop()
             stack.extend(self.waiting.pop(lost, ()))
             if columns.host_state[lost] in (FILLING, COMMITTED):
-                slot = int(columns.host_slot[lost])
+                slot, rows = int(columns.host_slot[lost]), np.array([lost], np.int64)
+                self.count_dropped(rows[columns.host_state[rows] == COMMITTED], reason)
                 columns.set_host(lost, ReplicaState.ABSENT)
                 if slot >= 0:
                     self.host_tier.free([slot])
-                self.counters.add(f"dropped_blocks:{reason}")
-                columns.remove_if_bare(np.array([lost], np.int64))
+                columns.remove_if_bare(rows)
 
     def drop_host(self, rows: IntArray, reason: str, now: float) -> None:
         """READY host replicas leave; the slots are re-usable at once (generation moves first)."""
         if not len(rows):
             return
         columns = self.catalog
-        only_copy = int(np.count_nonzero(columns.nvme_state[rows] != READY))
-        if reason == "evicted" and self.nvme is not None:
-            self.counters.add("dropped_blocks:dropped_before_write", only_copy)
-        self.counters.add(f"dropped_blocks:{reason}", len(rows))
+        is_last = columns.nvme_state[rows] != READY
+        is_last &= reason == "evicted" and self.nvme is not None
+        self.count_dropped(rows[is_last], "dropped_before_write")
+        self.count_dropped(rows[~is_last], reason)
         self.on_host_leaves(rows)
         slots = columns.host_slot[rows].copy()
         self.host_tier.retract(slots)
@@ -355,6 +358,7 @@ class Store:
         free = rows[~busy]
         on_nvme = free[columns.nvme_state[free] == READY]
         if len(on_nvme):
+            self.count_dropped(on_nvme, reason)
             columns.set_nvme(on_nvme, ReplicaState.DRAINING)
             self.on_nvme_lost(on_nvme)
         self.drop_host(free[columns.host_state[free] == READY], reason, now)
@@ -367,8 +371,10 @@ class Store:
         """
         columns = self.catalog
         rows = rows[columns.clear_count[rows] != CONDEMNED]
-        self.counters.add(f"dropped_blocks:{reason}", len(rows))
         in_host = rows[columns.host_state[rows] == READY]
+        coming = rows[columns.host_state[rows] == COMMITTED]
+        for held in (in_host, coming, rows[columns.nvme_state[rows] == READY]):
+            self.count_dropped(held, reason)
         if len(in_host):
             self.on_host_leaves(in_host)
             self.host_tier.retract(columns.host_slot[in_host])

@@ -14,6 +14,7 @@ from store_kit import (
     STORED,
     counters,
     drop_from_host,
+    dropped,
     held_slots,
     on_nvme_only,
     rows_of,
@@ -352,6 +353,7 @@ def test_leased_blocks_of_a_cleared_namespace_go_with_the_lease(harness):
     harness.sleep(1)
     assert held_slots(harness) == 0
     assert len(harness.store.catalog) == 0
+    assert dropped(harness) == {"cleared": 4 + 4}
     assert harness.wait(engine.store(space, stored)) == [STORED] * 4
 
 
@@ -383,7 +385,10 @@ def test_a_deleted_block_takes_what_follows_it_along(harness):
     branch = harness.chain(space, [*tokens(2), *tokens(2, seed=7)])
     on_nvme_only(harness, space, stored, engine)
     harness.wait(engine.store(space, branch))
+    assert harness.wait(engine.load([(space, harness.chain(space, tokens(4)))])) == [4]
     assert harness.wait(harness.service.delete(space, bytes(stored[2]))) == 3
+    harness.sleep(1)
+    assert dropped(harness) == {"evicted": 5, "deleted": 3 + 2}, "each copy once, by its reason"
     assert matched(harness, engine, (space, stored)) == 8
     assert matched(harness, engine, (space, branch)) == 16
     harness.crash()
