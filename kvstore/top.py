@@ -102,7 +102,7 @@ def _head(tree: Tree) -> Text:
         f"{tree['version']} at {tree['socket']}, up {_duration(tree['uptime_seconds'])}, "
         f"{tree['clients']['attached']} clients, {tree['blocks']} blocks in "
         f"{len(tree['namespaces'])} namespaces, health: ",
-        ("; ".join(tree["health"]), "green" if is_well else "bold red"),
+        ("; ".join([*tree["health"], *tree.get("remarks", ())]), "green" if is_well else "bold red"),
     )
 
 

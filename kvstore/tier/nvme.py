@@ -355,19 +355,18 @@ class NvmeTier:
         return self._segments.measure()
 
     def health(self) -> list[str]:
-        io = self._io
-        return [
-            f"nvme: {reason}"
-            for reason in (
-                io.mode_reason and f"buffered I/O: {io.mode_reason}",
-                io.reserve_reason,
-                self._prove_reason and f"direct I/O {self._prove_reason}",
-                self._capacity.limit_reason and f"cannot grow: {self._capacity.limit_reason}",
-                self._ledger.failure and f"nothing becomes durable: {self._ledger.failure}",
-                self._ledger.must_rebuild and f"the index starts empty: {self._ledger.damage}",
-            )
-            if reason
-        ]
+        return _told(
+            self._capacity.limit_reason and f"cannot grow: {self._capacity.limit_reason}",
+            self._ledger.failure and f"nothing becomes durable: {self._ledger.failure}",
+        )
+
+    def remarks(self) -> list[str]:
+        return _told(
+            self._io.mode_reason and f"buffered I/O: {self._io.mode_reason}",
+            self._io.reserve_reason,
+            self._prove_reason and f"direct I/O {self._prove_reason}",
+            self._ledger.must_rebuild and f"the index starts empty: {self._ledger.damage}",
+        )
 
     def statistics(self) -> NvmeStatistics:
         """As it is now; takes a read transaction of the index."""
@@ -409,6 +408,10 @@ class NvmeTier:
         self._tender.join()
         self._ledger.close()
         self._segments.close()
+
+
+def _told(*reasons: str | bool) -> list[str]:
+    return [f"nvme: {reason}" for reason in reasons if reason]
 
 
 def _prove(io: BlockIO, directory: Path) -> str:
