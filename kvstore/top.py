@@ -96,13 +96,13 @@ def _timed(read: Callable[[], Tree]) -> tuple[Tree, float]:
 
 
 def _head(tree: Tree) -> Text:
-    is_well = tree["health"] == ["ok"]
+    told = "; ".join([*tree["health"], *tree.get("remarks", ())])
     return Text.assemble(
         ("kvstore ", "bold"),
         f"{tree['version']} at {tree['socket']}, up {_duration(tree['uptime_seconds'])}, "
         f"{tree['clients']['attached']} clients, {tree['blocks']} blocks in "
         f"{len(tree['namespaces'])} namespaces, health: ",
-        ("; ".join([*tree["health"], *tree.get("remarks", ())]), "green" if is_well else "bold red"),
+        (told, "green" if tree["health"] == ["ok"] else "bold red"),
     )
 
 

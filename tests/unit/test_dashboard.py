@@ -17,7 +17,7 @@ DASHBOARD = DOCKER / "grafana/dashboards/kvstore.json"
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"]}
 TARGET = {"instance", "job"}
 KNOWN = {metric.name + suffix: metric for metric in METRICS for suffix in SUFFIXES[metric.kind]}
-RULE = re.compile(r"(?:alert|record): (\S+)\s+expr: (?:>-\s+)?(.+?)\n +(?:for:|annotations:|-)", re.S)
+RULE = re.compile(r"(?:alert|record): (\S+)\s+expr: (?:>-\s+)?(.+?)\n +(?:for:|annot|-)", re.S)
 TOKEN = re.compile(r"[a-z_:][a-z0-9_:]*(?:{[^}]*})?|[\d.]+|[=<>!]=|[-+*/<>(),]")
 
 
