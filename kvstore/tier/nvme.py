@@ -224,9 +224,7 @@ class NvmeTier:
         self._counts.add("bytes_written", frame_bytes(frame.length))
 
     def sync(self, slots: Slots) -> None:
-        """What was written to these slots is on the medium. Raises TierIO: none of it may be
-        recorded.
-        """
+        """Put what was written there on the medium. Raises TierIO: none of it may be recorded."""
         try:
             self._segments.sync(slots)
         except TierIO:
@@ -272,9 +270,7 @@ class NvmeTier:
             raise ChecksumMismatch(f"NVMe slot {slot}: part {run[0].index} is not what was stored")
 
     def check_frame(self, name: bytes, slot: int, generation: int) -> None:
-        """The header in `slot` names this block and write. Raises FrameMalformed,
-        GenerationMismatch, TierIO.
-        """
+        """Raises FrameMalformed, GenerationMismatch (it names another block or write), TierIO."""
         frame = self._segments.read_header(slot)
         if frame.fingerprint != name:
             raise FrameMalformed(f"NVMe slot {slot} holds {frame.fingerprint.hex()[:16]}")
