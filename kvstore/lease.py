@@ -314,10 +314,8 @@ class ReservationTable:
         """A live reservation of this engine. Raises ReservationUnknown."""
         found = self._reservations.get(reservation)
         if found is None or found.engine != engine:
-            raise ReservationUnknown(
-                f"reservation {reservation} ended, belongs to another engine or never existed; "
-                "reserve again"
-            )
+            where = "ended, belongs to another engine or never existed; reserve again"
+            raise ReservationUnknown(f"reservation {reservation} {where}")
         return found
 
     def renew(self, found: Reservation, deadline: float) -> None:
@@ -354,17 +352,18 @@ class ReservationTable:
             self._held_for.setdefault(writer, set()).add(found.id)
         self._counts["held"] += 1
 
-    def acknowledge(self, client: ClientId, reservation: ReservationId) -> IntArray | None:
-        """`client` says that its last copy into an ended reservation has ended.
+    def acknowledge(
+        self, client: ClientId, reservation: ReservationId, *, is_last: bool = True
+    ) -> IntArray | None:
+        """A copy of `client` into an ended reservation has ended; `is_last`: and no other goes on.
 
-        Returns the slots that nobody can write any more, to be freed now (may be empty); None when
-        nothing is held for this client under that id.
+        Slots nobody can write any more, to be freed now; None: nothing is held for it there.
         """
         hold = self._holds.get(reservation)
         if hold is None or client not in hold.writers:
             return None
-        self._counts["acknowledged"] += 1
-        return self._heard(client, reservation)
+        self._counts["acknowledged"] += is_last
+        return self._heard(client, reservation) if is_last else _NO_SLOTS
 
     def client_gone(self, client: ClientId) -> IntArray:
         """The process is proved gone: slots that were held only for it, to be freed now."""

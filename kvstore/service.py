@@ -277,7 +277,8 @@ class Service:
         """Find the slots behind `offsets`, then `WritePath.commit`; `rank` None: every rank's part
         is filled.
         """
-        found = self.store.reservations.acknowledge(session.client, reservation)
+        # Other slots of it may still be copied into: only `end` says that none is.
+        found = self.store.reservations.acknowledge(session.client, reservation, is_last=end)
         if found is not None:
             self.store.counters.add("late_commits")
             self.store.host_tier.free(found)

@@ -269,6 +269,7 @@ def test_one_rank_may_end_while_another_still_copies(harness, engine):
     assert host_slots(harness)["quarantined"] == 2
     with pytest.raises(LeaseError, match="expired"):
         harness.wait(second.commit(held, [0], rank=1))
+    harness.wait(second.abort(held))
     assert held_slots(harness) == 0
     assert len(harness.store.catalog) == 0
 
@@ -391,16 +392,24 @@ def test_an_aborted_reservation_frees_at_once(harness, space, engine):
         harness.wait(engine.abort(held))
 
 
-def test_an_expired_reservation_waits_for_its_writers_last_word(harness, space, engine):
-    held = harness.wait(engine.reserve(space, harness.chain(space, tokens(3))))
+@pytest.mark.parametrize("end", [True, False])
+def test_an_expired_reservation_waits_for_its_writers_last_word(harness, space, engine, end):
+    """A late commit without `end` is not it: other slots may still be copied into."""
+    held = harness.wait(engine.reserve_anonymous(space, 3))
+    late = harness.chain(space, tokens(3))
+    held.names = [bytes(late[at]) for at in range(3)]
     harness.sleep(31)
     assert host_slots(harness)["quarantined"] == 3
     assert counters(harness, "expired_reservations") == [1]
-    engine.fill(space, held)  # the late copy
     with pytest.raises(LeaseError, match="nothing was stored"):
-        harness.wait(engine.commit(held))
-    assert held_slots(harness) == 0
-    assert counters(harness, "late_commits") == [1]
+        harness.wait(engine.commit(held, [0], parent=late.parent_of(0), end=end))
+    if not end:
+        harness.wait(harness.engine("other").store(space, harness.chain(space, tokens(99, seed=1))))
+        engine.fill(space, held)  # the late copies
+        harness.check_bytes()
+        assert harness.wait(engine.abort(held)) == 3
+    assert host_slots(harness)["quarantined"] == 0
+    assert counters(harness, "late_commits") == [1 if end else 2]
 
 
 def test_an_expired_reservation_of_an_engine_waits_for_every_process_of_it(harness, space, engine):
