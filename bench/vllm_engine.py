@@ -134,10 +134,11 @@ class Engine:
                 "kv_connector_module_path": "engine_adapter.vllm",
                 "kv_role": role,
                 "kv_load_failure_policy": "recompute",
-                # The machine is busy: patience, so that a hit is a hit.
+                # The machine is busy and models are tiny: patience, so that a hit is a hit.
                 "kv_connector_extra_config": {
                     "socket": str(socket),
                     "lookup_seconds": 20.0,
+                    "plan": False,
                     **(extra or {}),
                 },
             }

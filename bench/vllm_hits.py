@@ -44,7 +44,9 @@ def _gemma(context: Context) -> Iterator[Reading]:
     folder.mkdir()
     with ExitStack() as stack:
         daemon = stack.enter_context(DaemonProcess(Path(folder), DAEMON))
-        engine = stack.enter_context(EngineProcess(GEMMA, daemon.socket, **OPTIONS))
+        engine = stack.enter_context(
+            EngineProcess(GEMMA, daemon.socket, extra={"plan": True}, **OPTIONS)
+        )
         own: list[float] = []
         hits: list[float] = []
         cold: list[float] = []
@@ -88,7 +90,9 @@ def _native(context: Context) -> Iterator[Reading]:
     options = {**OPTIONS, "block_size": 32, "disable_hybrid_kv_cache_manager": True}
     with ExitStack() as stack:
         daemon = stack.enter_context(DaemonProcess(Path(folder), DAEMON))
-        ours = stack.enter_context(EngineProcess(model, daemon.socket, **options))
+        ours = stack.enter_context(
+            EngineProcess(model, daemon.socket, extra={"plan": True}, **options)
+        )
         theirs = stack.enter_context(EngineProcess(model, None, transfer=OFFLOAD, **options))
 
         def hit(engine: EngineProcess, turn: int) -> float:
@@ -124,7 +128,9 @@ def _files(context: Context) -> Iterator[Reading]:
     per_round, theirs_seconds, our_seconds = 4, list[float](), list[float]()
     with ExitStack() as stack:
         daemon = stack.enter_context(DaemonProcess(Path(folder), {"host.bytes": "512MiB"}))
-        ours = stack.enter_context(EngineProcess(model, daemon.socket, **options))
+        ours = stack.enter_context(
+            EngineProcess(model, daemon.socket, extra={"plan": True}, **options)
+        )
         theirs = stack.enter_context(EngineProcess(model, None, transfer=transfer, **options))
         boot_id = ours.wait_life(0)
         for turn in range(context.several(4, 2)):

@@ -11,8 +11,10 @@ versions in VERSIONS; see docs/vllm.md.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ from engine_adapter.vllm_identity import (
     group_facts,
     lanes_of,
     refuse_unsupported,
+    size_of,
     weights_digest_of,
 )
 from engine_adapter.vllm_orders import StepOrders, WorkerReport
@@ -140,6 +143,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         self._groups = len(kv_cache_config.kv_cache_groups)
         self._was_reset = False
+        self._tables: dict[str, Any] = {}
+        """Block ids a KV group of all requests in the last step that loads within its pass."""
         self._held: HeldBlocks | None = None
         """On a GPU blocks are saved from where they lie."""
         lanes = lanes_of(read_facts(vllm_config, kv_cache_config, settings))
@@ -162,6 +167,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 may_save=transfer.is_kv_producer,
                 may_layerwise=self._groups == 1
                 and vllm_config.max_concurrent_batches == 1
+                # One rank's failed load spoils what the others compute, and they do not know.
+                and vllm_config.parallel_config.world_size == 1
                 and settings.layerwise in _layerwise_settings(),
                 wants_events=bool(events and events.enable_kv_cache_events),
             )
@@ -231,14 +238,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         scheduled = scheduler_output.num_scheduled_tokens
         state = scheduler_output.kv_connector_block_state
-        self._last_scheduled = tuple(scheduled)
         # Tables of new requests were made for the workers; others' are made here, where needed.
         made = {new.req_id: new.block_ids for new in scheduler_output.scheduled_new_reqs}
+
+        def block_ids_of(request_id: str) -> Any:
+            return made.get(request_id) or state.get_block_ids(request_id)
+
         orders = self.scheduler.step_orders(
-            scheduled,
-            scheduler_output.preempted_req_ids or (),
-            lambda request_id: made.get(request_id) or state.get_block_ids(request_id),
+            scheduled, scheduler_output.preempted_req_ids or (), block_ids_of
         )
+        has_layerwise = any(order.is_layerwise for order in orders.loads)
+        self._tables = {one: block_ids_of(one) for one in scheduled} if has_layerwise else {}
         if self._held is not None and orders.saves:
             self._held.take(orders.saves)
         return Metadata(orders)
@@ -253,14 +263,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler.step_ended(report, connector_output.finished_recving or ())
 
     def _evict(self, bad: set[int]) -> None:
-        """vLLM keeps bad blocks in its prefix cache until they are computed again; if the request
-        is aborted before, another one would find them. Also what was computed from them."""
-        manager = self._kv_cache_manager
-        for request_id in self._last_scheduled:
-            (ids,) = manager.get_block_ids(request_id)
+        """vLLM keeps bad blocks, and what was computed from them, in its prefix cache until they
+        are computed again, by the first request that shares them and in steps of its own. After an
+        abort others would find them there: nobody keeps them, everybody computes them. By the
+        step's tables, as a request aborted during it has none any more."""
+        for request_id, (ids,) in self._tables.items():
             first = next((at for at, block in enumerate(ids) if block in bad), None)
             if first is not None:
-                manager.evict_blocks(set(ids[first:]))
+                self._kv_cache_manager.evict_blocks(set(ids[first:]))
+                self.scheduler.rewind(request_id, first)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -301,7 +312,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Blocks are saved whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
-        self.worker.end_forward()
+        # vLLM calls it in a `finally`: a signal or an error may have ended the forward pass early.
+        self.worker.end_forward(is_broken=sys.exc_info()[0] is not None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received = self.worker.received()
@@ -377,6 +389,8 @@ def read_facts(config: VllmConfig, cache: KVCacheConfig, settings: Settings) -> 
         groups=tuple(group_facts(*numbered) for numbered in enumerate(cache.kv_cache_groups)),
         tenant_salt=settings.tenant_salt,
         variant=settings.variant,
+        name=Path(model.model).name,
+        size=size_of(model.get_total_num_hidden_layers(), model.get_hidden_size()),
     )
 
 

@@ -3,7 +3,7 @@
 Primitives:
   `GroupFacts`, `EngineFacts`   what the connector read out of vLLM's configuration
   `refuse_unsupported`, `group_facts`   what is read there, or refused by name
-  `lanes_of(facts)`             the lanes, each with its namespace
+  `lanes_of(facts)`             the lanes, each with its namespace; `size_of` a model's, for guesses
   `files_digest`, `Adapters`    weights or an adapter, named by content
 
 Weights are named by the content of their files, read whole up to FULL_BYTES_MAX in all, beyond that
@@ -26,6 +26,7 @@ import xxhash
 
 from engine_adapter.refusal import Refused
 from engine_adapter.vllm_orders import Lane
+from kvstore.costs import ModelSize
 from kvstore.fingerprint import KVIdentity, namespace_of
 from kvstore.layout import BlockLayout
 
@@ -80,6 +81,15 @@ class EngineFacts:
     groups: tuple[GroupFacts, ...]
     tenant_salt: str = ""
     variant: str = ""
+    name: str = ""
+    """Of the model, for people: no part of the identity."""
+    size: ModelSize | None = None
+    """Of the model, for guesses."""
+
+
+def size_of(layers: int, hidden: int) -> ModelSize:
+    """12 · layers · hidden² parameters besides the embeddings (Kaplan et al. 2020, section 2.1)."""
+    return ModelSize(12.0 * layers * hidden**2, layers, hidden)
 
 
 def refuse_unsupported(config: Any, platform: str, *, is_known: bool) -> None:
@@ -136,6 +146,8 @@ def lanes_of(facts: EngineFacts) -> tuple[Lane, ...]:
             window_tokens=group.window_tokens,
             layer_names=group.layer_names,
             is_shared=group.is_shared,
+            label=f"vllm {facts.name} group {group.number} rank {rank}",
+            model=facts.size,
         )
         for group in facts.groups
         for rank in range(1 if group.is_shared else facts.ranks)

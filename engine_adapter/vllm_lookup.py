@@ -22,6 +22,7 @@ from math import inf, lcm
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from engine_adapter.vllm_settings import Settings
 from kvstore.client import KVClient, ReadLease
 from kvstore.errors import KVStoreError
 from kvstore.fingerprint import Chain
@@ -57,6 +58,8 @@ class EngineRequest(Protocol):
     lora_request: Any
     mm_features: Sequence[Any]
     prompt_embeds: Any
+    resumable: bool
+    """More of the prompt may come."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -172,13 +175,14 @@ class Lookups:
         self,
         client: KVClient,
         make_chains: Callable[[EngineRequest], Sequence[Chain]],
-        lookup_seconds: float,
+        settings: Settings,
         budget_seconds: Callable[[int], float],
         suppressed: Suppressed,
     ) -> None:
         self._client = client
         self._make_chains = make_chains
-        self._lookup_seconds = lookup_seconds
+        self._lookup_seconds = settings.lookup_seconds
+        self._plan = settings.plan
         self._budget_seconds = budget_seconds
         self._suppressed = suppressed
         self._ask_from = 0.0
@@ -280,7 +284,7 @@ class Lookups:
         if began < self._ask_from or lookup.is_ended:
             return None
         ability = None
-        if len(lookup.chains) == 1 and here < boundary:
+        if self._plan and len(lookup.chains) == 1 and here < boundary:
             ability = Ability(lookup.named_tokens, here // lookup.chains[0].block_tokens)
         seconds = self._lookup_seconds / 2
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvstore.costs import ModelSize
 from kvstore.fingerprint import Chain
 from kvstore.layout import BlockLayout
 from kvstore.types import FINGERPRINT_BYTES, NamespaceId
@@ -36,6 +37,10 @@ class Lane:
     layer_names: tuple[str, ...]
     is_shared: bool = False
     """Every rank loads it, `rank` saves it."""
+    label: str = ""
+    """For people."""
+    model: ModelSize | None = None
+    """What the daemon guesses a prefill's cost from, until it was told some."""
 
     @property
     def block_tokens(self) -> int:

@@ -43,8 +43,10 @@ class SavePlan:
         lanes: Sequence[Lane],
         requests: Mapping[str, Tracked],
         suppressed: Suppressed,
+        may_save: bool,
         wants_events: bool,
     ) -> None:
+        self._may_save = may_save
         self._lanes = tuple(lanes)
         self._requests = requests
         self._suppressed = suppressed
@@ -63,13 +65,13 @@ class SavePlan:
         self._overdue: deque[str] = deque()
         self._last: list[tuple[Tracked, int]] = []
         """Requests saved in the step that was ordered last, and what they had saved before."""
-        self._next_number = 0
+        self._next_number = self._last_from = 0
         self._unstored: dict[int, tuple[Any, ...]] = {}
         self._stored: list[tuple[Any, ...]] = []
 
     def look_in(self, steps: int, tracked: Tracked) -> None:
         """Nothing for a request whose prefix is not known, or that waits for it anew."""
-        if tracked.lookup is not None:
+        if tracked.lookup is not None and self._may_save:
             tracked.due = self._step + steps
             self._due.setdefault(tracked.due, []).append(tracked.request.request_id)
 
@@ -80,6 +82,7 @@ class SavePlan:
         nothing may be saved in this one."""
         self._step += 1
         self._last.clear()
+        self._last_from = self._next_number
         saves: list[BlockOrder] = []
         for tracked in self._looked_at(scheduled, tokens):
             count = scheduled.get(tracked.request.request_id, 0)
@@ -141,6 +144,8 @@ class SavePlan:
 
     def lost(self) -> None:
         """The last step's saves count for nothing."""
+        for number in range(self._last_from, self._next_number):
+            self._unstored.pop(number + 1, None)
         for tracked, before in self._last:
             if tracked.saved_tokens != NOT_TOLD:
                 tracked.saved_tokens = tracked.save_from = min(tracked.saved_tokens, before)

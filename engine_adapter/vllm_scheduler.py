@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from sys import maxsize
 from typing import Any, Final
@@ -32,9 +32,10 @@ from engine_adapter.vllm_orders import (
 from engine_adapter.vllm_requests import LOADS_MAX, Tracked, contents_of
 from engine_adapter.vllm_saves import BlockIdsOf, SavePlan, orders_of
 from engine_adapter.vllm_settings import Settings
-from engine_adapter.vllm_speed import Speeds
+from engine_adapter.vllm_speed import Prefill, Speeds
 from engine_adapter.vllm_statistics import Counts
 from kvstore.client import KVClient, NamespaceHandle
+from kvstore.client.inplace import timings_of
 from kvstore.errors import KVStoreError
 from kvstore.fingerprint import Chain
 
@@ -70,7 +71,6 @@ class SchedulerSide:
         self._settings = settings
         self._adapter_digest = adapter_digest
         self._step_tokens_max = step_tokens_max
-        self._may_save = may_save
         self._hit_tokens_min = max(settings.hit_tokens_min, 1) if may_load else maxsize
         self._may_layerwise = may_layerwise and settings.layerwise != "never"
         self._arrived: dict[str, Lookup] = {}
@@ -88,11 +88,11 @@ class SchedulerSide:
         self._control = ThreadPoolExecutor(1, "kvstore-reset")
         self.counts = Counts()
         self.speeds = Speeds()
+        self._timings = timings_of(self._handles[0])
+        self._sharing = sum(not lane.window_tokens for lane in lanes) or len(lanes)
         self._suppressed = Suppressed(settings.suppress_seconds)
-        self._saves = SavePlan(lanes, self._requests, self._suppressed, wants_events)
-        self._lookups = Lookups(
-            client, self._chains, settings.lookup_seconds, self._budget, self._suppressed
-        )
+        self._saves = SavePlan(lanes, self._requests, self._suppressed, may_save, wants_events)
+        self._lookups = Lookups(client, self._chains, settings, self._budget, self._suppressed)
 
     # ------------------------------------------------------------------ a request's way
 
@@ -118,8 +118,11 @@ class SchedulerSide:
 
     def _chains(self, request: EngineRequest) -> Sequence[Chain]:
         """On a lookup's thread: an adapter's files may have to be read. None for prompts given as
-        embeddings: they pass by the store."""
+        embeddings and those that go on arriving, with pictures that were not there: they pass by
+        the store."""
         if request.prompt_embeds is not None or request.prompt_token_ids is None:
+            return ()
+        if request.resumable:
             return ()
         contents = contents_of(request, self._adapter_digest)
         return [Chain(lane.namespace, lane.block_tokens, contents) for lane in self._lanes]
@@ -152,10 +155,32 @@ class SchedulerSide:
         if tracked.loads >= LOADS_MAX:
             self.counts.add(loads_given_up=1)
             return NO_HIT
+        if not self._is_worth(tokens):
+            return NO_HIT
         tracked.take_lookup()
         tracked.from_below = lookup.from_below
         tracked.is_layerwise = self._is_hidden(tokens, request.num_tokens - lookup.tokens)
         return tokens, not tracked.is_layerwise
+
+    def _is_worth(self, tokens: int) -> bool:
+        """Whether loading is predicted to be faster than computing. What was seen of loads fades
+        each time it is not, so that another one is tried by and by."""
+        compute = self.speeds.prefill_seconds(tokens)
+        if not self._settings.plan or not compute or self._load_seconds(tokens) <= compute:
+            return True
+        self.speeds.doubt_copies()
+        self.counts.add(loads_not_worth=1)
+        return False
+
+    def _load_seconds(self, tokens: int) -> float:
+        return self.speeds.copy_seconds(
+            sum(
+                lane.layout.block_bytes
+                / lane.block_tokens
+                * min(tokens, lane.window_tokens or tokens)
+                for lane in self._lanes
+            )
+        )
 
     def _may_refresh(self, tracked: Tracked) -> bool:
         """One request a step, and the step goes on without its answer."""
@@ -184,12 +209,9 @@ class SchedulerSide:
             return False
         if self._settings.layerwise == "always":
             return True
-        load = self.speeds.copy_seconds(tokens * self._token_bytes())
+        load = self._load_seconds(tokens)
         compute = self.speeds.prefill_seconds(min(suffix, self._step_tokens_max))
         return load <= max(compute, self._settings.stall_seconds)
-
-    def _token_bytes(self) -> float:
-        return sum(lane.layout.block_bytes / lane.block_tokens for lane in self._lanes)
 
     def _budget(self, tokens: int) -> float:
         """Bringing blocks up may take as long as computing them would."""
@@ -217,6 +239,7 @@ class SchedulerSide:
         order = LoadOrder(request.request_id, tracked.is_layerwise, tuple(orders))
         self._loads.append(order)
         tracked.loads += 1
+        tracked.load_tokens = tokens
         below = min(tracked.from_below, tokens)
         self.counts.add(
             loads=1,
@@ -271,10 +294,8 @@ class SchedulerSide:
         if not scheduled and not self._loads and not self._fence:
             return NOTHING  # the engine waits, and asks again and again
         tokens = sum(scheduled.values())
-        self.speeds.step_begins(tokens)
-        saves: list[BlockOrder] = []
-        if self._may_save:
-            saves = self._saves.orders(scheduled, tokens, block_ids_of, self._is_resetting)
+        self.speeds.step_begins(scheduled, tokens, self._requests)
+        saves = self._saves.orders(scheduled, tokens, block_ids_of, self._is_resetting)
         if not saves and not self._loads and not self._fence:
             return NOTHING
         orders = StepOrders(tuple(self._loads), tuple(saves), self._fence)
@@ -283,14 +304,17 @@ class SchedulerSide:
 
     def step_ended(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """`received`: requests whose load ended, well or not."""
-        self.speeds.step_ends()
+        prefill = self.speeds.step_ends()
+        if prefill is not None and not self._layerwise:  # else the pass waited for loads
+            self._tell(prefill)
+        failed = report.failed_requests if report is not None else frozenset()
         while self._layerwise:
-            self._layerwise.pop().end_lookup()
+            self._loaded(self._layerwise.pop(), failed)
         for request_id in received:
             loaded = self._loading.pop(request_id, None)
             if loaded is not None:
                 loaded.is_loading = False
-                loaded.end_lookup()
+                self._loaded(loaded, failed)
         if report is None:
             return
         self._acknowledged = max(self._acknowledged, report.fence)
@@ -305,6 +329,26 @@ class SchedulerSide:
         if report.copy_bytes_per_second:
             self.speeds.copied(report.copy_bytes_per_second)
         self._saves.stored(report.stored)
+
+    def _loaded(self, tracked: Tracked, failed: Container[str]) -> None:
+        """A load of it ended."""
+        tracked.end_lookup()
+        if tracked.request.request_id not in failed:
+            self.counts.add(saved_prefill_seconds=self.speeds.prefill_seconds(tracked.load_tokens))
+
+    def rewind(self, request_id: str, blocks: int) -> None:
+        """What it has computed counts up to so many blocks of its only lane, no further."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            request, tokens = tracked.request, blocks * self._lanes[0].block_tokens
+            request.num_computed_tokens = min(request.num_computed_tokens, tokens)
+
+    def _tell(self, prefill: Prefill) -> None:
+        """The daemon learns what blocks are worth. Lanes share a prefill, as a hit is one of all of
+        them; those of windows count nothing as saved."""
+        seconds = prefill.seconds / self._sharing
+        for handle in self._handles:
+            self._timings.prefill(handle.id, prefill.start, prefill.stop, seconds)
 
     def take_stored(self) -> list[tuple[Any, ...]]:
         """(request, lane, first block, order, leading blocks stored) since the last call."""
@@ -355,5 +399,6 @@ def open_lane(client: KVClient, lane: Lane) -> NamespaceHandle:
         lane.namespace,
         lane.layout,
         window_tokens=lane.window_tokens,
-        label=f"vllm rank {lane.rank}",
+        label=lane.label,
+        model=lane.model,
     )

@@ -35,6 +35,8 @@ class Settings:
     """What running requests may be held up by in one step."""
     hit_tokens_min: int = 1
     """Fewer tokens than these beyond the engine's own cache are not worth a load."""
+    plan: bool = True
+    """Load only what the daemon reckons to be faster than computing it."""
     suppress_seconds: float = 10.0
     """A block that failed to load is not asked for again for so long."""
     staging_bytes: int = 0
@@ -53,9 +55,8 @@ def settings_from(extra: Mapping[str, Any]) -> Settings:
             )
         default = known[name]
         kind = type(default)
-        if isinstance(value, bool) or not isinstance(
-            value, (int, float) if kind is float else kind
-        ):
+        is_right = isinstance(value, (int, float) if kind is float else kind)
+        if not is_right or isinstance(value, bool) != (kind is bool):
             raise Refused(
                 f"kv_connector_extra_config: {name}={value!r} must be a {kind.__name__}, "
                 f"for example {default!r}"

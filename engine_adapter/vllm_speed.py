@@ -1,19 +1,39 @@
 """How fast this engine computes and copies, from what was seen lately.
 
-Primitive: `Speeds`. Predictions are 0 until something was seen.
+Primitives:
+  `Speeds`    predictions are 0 until something was seen
+  `Prefill`   a forward pass that computed one request's tokens and hardly any other
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from engine_adapter.vllm_requests import Tracked
 
 SMOOTHING = 0.3
 """Weight of the newest observation."""
 PREFILL_TOKENS_MIN = 64
 """Smaller steps tell little about prefill."""
+OTHERS_SHARE_MAX = 1 / 16
+"""Of a pass' tokens those of other requests, where it counts as one request's."""
+PREFILL_EVERY_SECONDS = 0.5
+"""A daemon learns from the last few dozen."""
 COPY_BYTES_PER_SECOND = 2e9
 """Assumed until loads were measured."""
+STEPS_MAX = 8
+"""Under way at the same time, at most."""
+
+
+class Prefill(NamedTuple):
+    """Tokens [start, stop) of a prompt were computed in one pass."""
+
+    start: int
+    stop: int
+    seconds: float
 
 
 class Speeds:
@@ -23,23 +43,48 @@ class Speeds:
         self._clock = clock
         self._prefill_tokens_per_second = 0.0
         self._copy_bytes_per_second = COPY_BYTES_PER_SECOND
-        self._step_tokens = 0
-        self._step_began = 0.0
+        self._steps: deque[tuple[int, float, tuple[int, int] | None]] = deque(maxlen=STEPS_MAX)
+        """Those that compute: tokens, begin, the one request's tokens."""
+        self._last_end = 0.0
+        self._prefill_from = 0.0
+        """The next prefill is looked for then."""
 
-    def step_begins(self, tokens: int) -> None:
-        self._step_tokens, self._step_began = tokens, self._clock()
+    def step_begins(
+        self, scheduled: Mapping[str, int], tokens: int, requests: Mapping[str, Tracked]
+    ) -> None:
+        """`scheduled`: tokens by request, `tokens` in all; `requests`: `Tracked` by id."""
+        if not tokens:
+            return
+        now, prefill = self._clock(), None
+        if tokens - len(scheduled) >= PREFILL_TOKENS_MIN and now >= self._prefill_from:
+            prefill = _single(scheduled, tokens, requests)
+        self._steps.append((tokens, now, prefill))
 
-    def step_ends(self) -> None:
-        seconds = self._clock() - self._step_began
-        if self._step_tokens >= PREFILL_TOKENS_MIN and seconds > 0:
-            seen = self._step_tokens / seconds
-            known = self._prefill_tokens_per_second
-            self._prefill_tokens_per_second = known + SMOOTHING * (seen - known) if known else seen
-        self._step_tokens = 0
+    def step_ends(self) -> Prefill | None:
+        """Steps may overlap: one takes from the end of the one before."""
+        if not self._steps:
+            return None
+        tokens, began, prefill = self._steps.popleft()
+        now = self._clock()
+        seconds = now - max(began, self._last_end)
+        self._last_end = now
+        if tokens < PREFILL_TOKENS_MIN or seconds <= 0:
+            return None
+        seen = tokens / seconds
+        known = self._prefill_tokens_per_second
+        self._prefill_tokens_per_second = known + SMOOTHING * (seen - known) if known else seen
+        if prefill is None:
+            return None
+        self._prefill_from = now + PREFILL_EVERY_SECONDS
+        return Prefill(*prefill, seconds)
 
     def copied(self, bytes_per_second: float) -> None:
         known = self._copy_bytes_per_second
         self._copy_bytes_per_second = known + SMOOTHING * (bytes_per_second - known)
+
+    def doubt_copies(self) -> None:
+        """What was seen of them counts less: they may have become faster unseen."""
+        self.copied(COPY_BYTES_PER_SECOND)
 
     def copy_seconds(self, size_bytes: float) -> float:
         return size_bytes / self._copy_bytes_per_second
@@ -48,3 +93,14 @@ class Speeds:
         """0: not known yet."""
         rate = self._prefill_tokens_per_second
         return tokens / rate if rate else 0.0
+
+
+def _single(
+    scheduled: Mapping[str, int], tokens: int, requests: Mapping[str, Tracked]
+) -> tuple[int, int] | None:
+    name = max(scheduled, key=scheduled.__getitem__)
+    count, tracked = scheduled[name], requests.get(name)
+    if tracked is None or tokens - count > tokens * OTHERS_SHARE_MAX:
+        return None
+    start: int = tracked.request.num_computed_tokens
+    return start, start + count

@@ -13,6 +13,7 @@ daemon on the engine's thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine_adapter.vllm_scheduler import NOTHING, open_lane
 from engine_adapter.vllm_settings import Settings
 from engine_adapter.vllm_statistics import Counts
 from kvstore.client import KVClient
+from kvstore.client.inplace import timings_of
 
 IDLE_WAIT_SECONDS = 0.0005
 """An engine with nothing to compute asks again and again whether a load is done: it leaves the
@@ -35,6 +37,8 @@ MOVERS: Mapping[str, Callable[[Side, Mapping[str, Any], int, str], Mover]] = {
     "cuda": device_mover,
 }
 """By the kind of device that the engine's KV lies on."""
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerSide:
@@ -49,6 +53,7 @@ class WorkerSide:
         self._client = client
         self.counts = Counts()
         handles = tuple(open_lane(client, lane) for lane in lanes)
+        self._timings = timings_of(handles[0])
         self.side = Side(tuple(lanes), handles, rank, settings, self.counts)
         self._orders = NOTHING
         self._waiting: list[LoadTask] = []
@@ -56,6 +61,7 @@ class WorkerSide:
         self._running = 0
         """Loads beside the forward pass that were not reported yet."""
         self._had_forward = False
+        self._is_broken = False
         self._bad_block_ids: set[int] = set()
         self._failed: set[str] = set()
         self._report: WorkerReport | None = None
@@ -107,13 +113,19 @@ class WorkerSide:
         if self._waiting and self._mover.begins_inside:
             self.start_loads()
         if self._layerwise:
-            layer = self.side.layer_of[name]
+            layer = self.side.layer_of.get(name)
+            if layer is None:
+                return  # it shares the KV of an earlier layer, which was waited for
             for task in self._layerwise:
                 task.wait(layer, self.side.settings.load_seconds)
 
-    def end_forward(self) -> None:
-        """Nothing computed from blocks that did not come may be stored."""
-        is_lost = False
+    def end_forward(self, is_broken: bool = False) -> None:
+        """Nothing computed from blocks that did not come may be stored, nor anything from a pass
+        that broke off or after it: the engine takes its tokens for computed."""
+        if is_broken and not self._is_broken:
+            _log.error("a forward pass broke off: nothing is saved until the engine starts anew")
+            self._is_broken = True
+        is_lost = self._is_broken
         if self._layerwise:
             for task in self._layerwise:
                 task.end()
@@ -143,6 +155,7 @@ class WorkerSide:
             return
         if task.seconds > 0 and task.size_bytes:
             self._reported().copy_bytes_per_second = task.size_bytes / task.seconds
+            self._timings.copy(task.size_bytes, task.seconds)
         self.counts.add(
             loaded_tokens=task.tokens, loaded_bytes=task.size_bytes, load_seconds=task.seconds
         )

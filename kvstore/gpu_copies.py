@@ -284,14 +284,10 @@ class GpuCopies:
         }
 
     def health(self) -> list[str]:
-        """Why the tier serves nothing; empty when all is well."""
+        """Why the tier is degraded; empty when all is well."""
         if self.failure:
             return [f"gpu: given up: {self.failure}; restart the daemon to use it again"]
-        return []
-
-    def remarks(self) -> list[str]:
-        """What is less than it could be."""
-        return [] if self.failure else self._tier.remarks()
+        return self._tier.health()
 
     def check_integrity(self) -> None:
         """I1, I7: every copy has its slot, its entry, and a READY replica in the host tier."""

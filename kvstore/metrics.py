@@ -150,8 +150,7 @@ METRICS: tuple[Counted | Gauge | Histogram, ...] = (
     Counted(
         "kvstore_dropped_blocks",
         "dropped_blocks",
-        "Replicas that left, each once, by reason (for want of room: evicted, or "
-        "dropped_before_write when NVMe had no copy).",
+        "Replicas that left, by reason (evicted: for want of room).",
         "reason",
     ),
     Counted(
@@ -175,8 +174,7 @@ METRICS: tuple[Counted | Gauge | Histogram, ...] = (
     Gauge(
         "kvstore_healthy",
         lambda tree: float(list(tree["health"]) == ["ok"]),
-        "1 while nothing keeps a tier from serving and storing; kvstore stat says what does, and "
-        "remarks on what is slower or less than it could be.",
+        "1 while every tier serves and stores; kvstore stat says what is wrong.",
     ),
     Gauge("kvstore_uptime_seconds", lambda tree: tree["uptime_seconds"], "Age of this life."),
     Gauge("kvstore_clients", _in("clients", "attached"), "Attached client processes."),

@@ -9,6 +9,7 @@ import contextlib
 import signal
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,7 +45,9 @@ def engine(store: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[Fak
 @pytest.fixture(params=WHERE)
 def layerwise(store: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
     """As `engine`; loads lie inside the forward pass."""
-    settings = Settings(socket=str(store.socket), layerwise="always", lookup_seconds=20.0)
+    settings = Settings(
+        socket=str(store.socket), layerwise="always", plan=False, lookup_seconds=20.0
+    )
     one = lane(name=request.node.name)
     with WHERE[request.param](store.socket, one, settings=settings) as made:
         yield made
@@ -209,6 +212,29 @@ def test_a_finished_request_is_the_engines_to_free(engine: FakeEngine) -> None:
     eventually(lambda: seen() is None, "freed")
 
 
+def test_a_prompt_that_goes_on_arriving_passes_by_the_store(engine: FakeEngine) -> None:
+    tokens = tokens_of(1, 4 * BLOCK)
+    engine.compute(FakeRequest("a", tokens, resumable=True))
+    assert engine.scheduler._handles[0].match(engine.chain(0, FakeRequest("b", tokens))) == 0
+
+
+def test_nothing_is_kept_for_what_is_not_saved(store: DaemonProcess) -> None:
+    with FakeEngine(store.socket, lane(name="consumer"), may_save=False) as engine:
+        for at in range(3):
+            request = FakeRequest(f"a{at}", tokens_of(at, 2 * BLOCK))
+            engine.admit(request)
+            engine.compute(request)
+        assert not engine.scheduler._saves._due
+
+
+def test_a_pass_that_broke_off_is_the_last_one_saved(engine: FakeEngine) -> None:
+    engine.worker.begin(engine.scheduler.step_orders({}, (), lambda request: None))
+    engine.worker.end_forward(is_broken=True)
+    request = FakeRequest("a", tokens_of(1, 2 * BLOCK))
+    engine.compute(request)
+    assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 0
+
+
 def test_a_preempted_request_is_looked_up_anew(engine: FakeEngine) -> None:
     request = FakeRequest("a", tokens_of(1, 6 * BLOCK))
     engine.compute(FakeRequest("first", tokens_of(1, 4 * BLOCK)))
@@ -217,6 +243,36 @@ def test_a_preempted_request_is_looked_up_anew(engine: FakeEngine) -> None:
     engine.step({}, preempted=("a",))
     engine.compute(FakeRequest("second", tokens_of(1, 6 * BLOCK)))
     assert engine.ask(request)[0] == 5 * BLOCK
+
+
+def test_what_a_prefill_takes_is_told_and_slow_loads_are_not_made(
+    engine: FakeEngine, store: DaemonProcess
+) -> None:
+    space = engine.lanes[0].namespace
+    scheduler: Any = engine.scheduler
+    for at in range(4):
+        scheduler.speeds._prefill_from = 0.0
+        engine.compute(FakeRequest(f"a{at}", tokens_of(at, 64 * BLOCK)))
+
+    def samples() -> list[int]:
+        told = store.stat()["costs"]["prefill"].items()
+        return [one["samples"] for name, one in told if space.hex().startswith(name)]
+
+    eventually(lambda: samples() == [4], "the daemon knows")
+    scheduler._settings = replace(engine.settings, plan=True)
+    scheduler.speeds._prefill_tokens_per_second = 1e4
+    for _ in range(20):
+        scheduler.speeds.copied(1.0)
+    scheduler.counts.take()
+    slow = FakeRequest("slow", tokens_of(1, 64 * BLOCK))
+    scheduler.arrived(slow)
+    assert engine.ask(slow) == (0, False)
+    assert scheduler.counts.take()["loads_not_worth"] == 1
+    for _ in range(20):  # by and by one is tried again
+        scheduler._is_worth(63 * BLOCK)
+    tokens, _, last = engine.load(FakeRequest("again", tokens_of(1, 64 * BLOCK)))
+    assert (tokens, last.failed) == (63 * BLOCK, set())
+    assert scheduler.counts.take()["saved_prefill_seconds"] == pytest.approx(63 * BLOCK / 1e4)
 
 
 def test_an_old_answer_is_asked_for_again_once_and_no_step_waits_for_it(
@@ -481,7 +537,11 @@ def stopped(daemon: DaemonProcess) -> Iterator[None]:
 
 def test_layers_that_come_too_late_are_computed_behind_them(store: DaemonProcess) -> None:
     settings = Settings(
-        socket=str(store.socket), layerwise="always", lookup_seconds=20.0, load_seconds=0.1
+        socket=str(store.socket),
+        layerwise="always",
+        plan=False,
+        lookup_seconds=20.0,
+        load_seconds=0.1,
     )
     with DeviceEngine(store.socket, lane(name="late"), settings=settings) as engine:
         engine.compute(FakeRequest("a", tokens_of(1, 5 * BLOCK)))

@@ -55,6 +55,7 @@ class FakeRequest:
     lora_request: Any = None
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
+    resumable: bool = False
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -104,6 +105,7 @@ class FakeEngine:
         self.settings = settings or Settings(
             socket=str(socket),
             layerwise="never",
+            plan=False,  # a forward pass takes next to nothing here
             lookup_seconds=SECONDS_MAX,
             load_seconds=SECONDS_MAX,
         )

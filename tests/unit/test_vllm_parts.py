@@ -29,7 +29,7 @@ from engine_adapter.vllm_identity import (
 )
 from engine_adapter.vllm_orders import BlockOrder, WorkerReport
 from engine_adapter.vllm_settings import Settings, settings_from
-from engine_adapter.vllm_speed import Speeds
+from engine_adapter.vllm_speed import Prefill, Speeds
 from engine_adapter.vllm_statistics import Counts, added
 from kvstore.fingerprint import chain
 from kvstore.layout import BlockLayout
@@ -60,6 +60,7 @@ FACTS = EngineFacts(
         ({"staging_bytes": 1.5}, "staging_bytes"),
         ({"stall_seconds": -1.0}, "stall_seconds"),
         ({"layerwise": "sometimes"}, "layerwise"),
+        ({"plan": 1}, "plan"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused_by_name(extra: Any, word: str) -> None:
@@ -69,6 +70,7 @@ def test_a_setting_that_cannot_be_meant_is_refused_by_name(extra: Any, word: str
 
 def test_settings_take_whole_numbers_for_seconds() -> None:
     assert settings_from({"load_seconds": 3}).load_seconds == 3.0
+    assert not settings_from({"plan": False}).plan
 
 
 def test_whatever_shapes_the_bytes_shapes_the_names() -> None:
@@ -219,14 +221,50 @@ def test_speeds_follow_what_was_seen() -> None:
     speeds = Speeds(lambda: now[0])
     assert speeds.prefill_seconds(100) == 0.0
     for _ in range(20):
-        speeds.step_begins(1000)
+        speeds.step_begins({"a": 1000}, 1000, {})
         now[0] += 0.5
         speeds.step_ends()
     assert speeds.prefill_seconds(1000) == pytest.approx(0.5)
-    speeds.step_begins(1)
+    speeds.step_begins({"a": 1}, 1, {})
     now[0] += 9.0
     speeds.step_ends()
     assert speeds.prefill_seconds(1000) == pytest.approx(0.5), "a decode step tells nothing"
+
+
+def test_a_step_takes_from_the_end_of_the_one_before() -> None:
+    now = [0.0]
+    speeds = Speeds(lambda: now[0])
+    speeds.step_begins({"a": 1000}, 1000, {})
+    for _ in range(30):  # the next one is always on its way before this one ends
+        now[0] += 0.1
+        speeds.step_begins({"a": 1000}, 1000, {})
+        now[0] += 0.4
+        speeds.step_ends()
+    assert speeds.prefill_seconds(1000) == pytest.approx(0.5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "told"),
+    [
+        ({"a": 800}, (200, 1000)),
+        ({"a": 800, "b": 1, "c": 1}, (200, 1000)),
+        ({"a": 800, "b": 300}, None),
+        ({"a": 40}, None),
+        ({"unknown": 800}, None),
+    ],
+)
+def test_a_pass_tells_the_prefill_of_the_one_request_that_it_was_for(
+    scheduled: dict[str, int], told: tuple[int, int] | None
+) -> None:
+    now = [0.0]
+    speeds = Speeds(lambda: now[0])
+    request = SimpleNamespace(num_computed_tokens=200)
+    requests: Any = dict.fromkeys("abc", SimpleNamespace(request=request))
+    for at in range(2):  # and the second one at once is not asked for
+        speeds.step_begins(scheduled, sum(scheduled.values()), requests)
+        now[0] += 0.25
+        expected = Prefill(*told, 0.25) if told and not at else None
+        assert speeds.step_ends() == expected
 
 
 def test_counts_are_taken_once_and_names_are_known() -> None:
