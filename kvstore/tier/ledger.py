@@ -99,10 +99,16 @@ class Ledger:
     ) -> superblocks.Superblock:
         """Count in the index first: one that is behind the superblock is an older one."""
         lives = max(superblock.lives, lives_of_index) + 1
-        self._index.put_values({"uuid": superblock.uuid.encode(), "lives": b"%d" % lives})
         superblock = msgspec.structs.replace(superblock, lives=lives)
+        if not self.must_rebuild:
+            self._own_index(superblock)
         superblocks.store(self._directory, superblock)
         return superblock
+
+    def _own_index(self, superblock: superblocks.Superblock) -> None:
+        """Without this an index is of no life: the next start builds it again."""
+        uuid, lives = superblock.uuid.encode(), b"%d" % superblock.lives
+        self._index.put_values({"uuid": uuid, "lives": lives})
 
     @property
     def failure(self) -> str:
@@ -162,11 +168,12 @@ class Ledger:
         return names[good], records[good]
 
     def rebuild(self) -> Iterator[None]:
-        """Fill the empty index from the frames' headers, a slice a step.
+        """Fill the empty index from the frames' headers, a slice a step; it counts once whole.
 
         Raises TierFull, TierIO.
         """
         yield from rebuild(self._index, self._segments, self.load_namespaces())
+        self._own_index(self._superblock)
         self.must_rebuild = False
         self._records = None
 

@@ -81,7 +81,7 @@ def _origin(index: Index, superblock: Superblock) -> tuple[int, str]:
     """How many lives the index saw (0: it is new), and why it is not the superblock's."""
     owner, lives = index.get_value("uuid"), index.get_value("lives")
     if owner is None or lives is None:
-        return 0, "the index is missing" if superblock.lives else ""
+        return 0, "the index is missing, or was never built whole" if superblock.lives else ""
     if owner.decode() != superblock.uuid:
         return int(lives), "the index belongs to another data directory"
     if int(lives) not in (superblock.lives, superblock.lives + 1):

@@ -568,6 +568,28 @@ def test_a_rebuild_goes_in_slices(directory):
     again.close()
 
 
+@pytest.mark.parametrize("records", [0, 10])
+def test_a_rebuild_that_was_killed_starts_anew(directory, monkeypatch, records):
+    monkeypatch.setattr("kvstore.tier.recover.SLICE_RECORDS", 10)
+    tier = open_tier(directory)
+    blocks = Blocks(tier)
+    blocks.fill(range(100))
+    tier.close()
+    shutil.rmtree(directory / "index")
+    killed = open_tier(directory)
+    steps = killed.rebuild_from_frames()
+    next(steps)
+    while killed.statistics().records < records:
+        next(steps)
+    steps.close()
+    assert killed.statistics().records < 100
+    killed.close()
+    again = open_tier(directory)
+    assert again.statistics().index_damage
+    assert blocks.reopen(again) == set(range(100))
+    again.close()
+
+
 def test_files_of_an_older_copy_are_never_served(directory):
     """Index and superblock are current, a segment file is from before."""
     tier = open_tier(directory)
