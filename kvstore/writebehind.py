@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import takewhile
@@ -30,7 +30,7 @@ from kvstore.namespaces import Namespace
 from kvstore.nvme_room import NvmeRoom, WriteBudget
 from kvstore.policies.wear import bytes_per_second
 from kvstore.segment import FrameFields
-from kvstore.store import ABSENT, COMMITTED, DRAINING, FILLING, NO_ROWS, READY, Store
+from kvstore.store import ABSENT, COMMITTED, DRAINING, NO_ROWS, READY, Store
 from kvstore.tier.nvme import NvmeTier
 from kvstore.types import BoolArray, ByteArray, IntArray, ReplicaState, Tier
 
@@ -38,6 +38,7 @@ _T = TypeVar("_T")
 BATCH_BYTES = 32 << 20
 BATCH_BLOCKS_MAX = 256
 """A batch shares one fdatasync a segment and one index transaction (which takes 256 records)."""
+LOOK_ROWS_MAX = 4096  # queued rows looked at in one step of the loop
 LUMP_BYTES = 4 << 20
 YIELD_TO_LOADS_SECONDS = 0.05
 """Longest wait for running loads before a batch goes out all the same."""
@@ -115,33 +116,33 @@ class WriteBehind:
         worn = store.policy.wear_refusals - before
         self._skip("wear", worn)
         self._skip("policy", int(np.count_nonzero(~admitted)) - worn)
+        most = store.config.nvme.queue_blocks_max
         for row in rows[admitted].tolist():
-            if len(self._queue) >= store.config.nvme.queue_blocks_max:
+            if len(self._queue) >= most:
                 self._skip("queue_full")
                 continue
             self._queue.append(row)
             self._queued.add(row)
-        most = store.config.nvme.queue_blocks_max
         check(len(self._queue) <= most, "I9: the write-behind queue has a bound", most=most)
         self._work.set()
 
     def _skip(self, reason: str, count: int = 1) -> None:
         self._store.counters.add(f"write_skipped_blocks:{reason}", count)
 
-    def _ancestry(self, row: int, chosen: set[int]) -> list[int] | None:
+    def _ancestry(self, row: int, chosen: Container[int], lost: set[int]) -> list[int] | None:
         """`row` with its ancestors that lack an NVMe copy and are not in `chosen`, root first; None
-        when one of them is lost.
+        when one of them is lost: `lost` has the rows that hang on one.
         """
         columns = self._store.catalog
         if self._store.namespaces.leaf_exempt[columns.namespace[row]]:
             return [row]
         path: list[int] = []
-        while row >= 0 and row not in chosen and columns.nvme_state[row] != READY:
-            if columns.nvme_state[row] == DRAINING:
+        while row >= 0 and row not in chosen and (state := columns.nvme_state[row]) != READY:
+            is_gone = state == DRAINING or (state == ABSENT and columns.host_state[row] != READY)
+            if is_gone or row in lost:
+                lost.update(path)
                 return None
-            if columns.nvme_state[row] != FILLING:
-                if columns.host_state[row] != READY:
-                    return None
+            if state == ABSENT:
                 path.append(row)
             row = int(columns.parent[row])
         return path[::-1]
@@ -150,34 +151,34 @@ class WriteBehind:
         """Rows to write now: each after its ancestors, within the bounds and the write budget."""
         columns, now = self._store.catalog, self._now()
         clear_counts = self._store.namespaces.clear_counts
-        batch: list[int] = []
-        chosen: set[int] = set()
-        size = 0
-        while self._has_work and len(batch) < BATCH_BLOCKS_MAX and size < BATCH_BYTES:
+        batch: dict[int, None] = {}
+        lost: set[int] = set()
+        size, is_spent = 0, False
+        for _ in range(LOOK_ROWS_MAX):
+            if not self._has_work or len(batch) >= BATCH_BLOCKS_MAX or size >= BATCH_BYTES:
+                break
             row = next(iter(self._first)) if self._first else self._queue.popleft()
             self._first.pop(row, None)
             if row not in self._queued:
                 continue
             self._queued.discard(row)
-            if columns.host_state[row] != READY or columns.nvme_state[row] != ABSENT:
-                if columns.nvme_state[row] == ABSENT:
-                    self._skip("gone")
+            is_cleared = columns.clear_count[row] != clear_counts[columns.namespace[row]]
+            if is_cleared or columns.host_state[row] != READY or columns.nvme_state[row] != ABSENT:
+                self._skip("gone", int(columns.nvme_state[row] == ABSENT))
                 continue
-            path = self._ancestry(row, chosen)
+            path = None if is_spent else self._ancestry(row, batch, lost)
             if path is None:
-                self._skip("no_parent")
+                self._skip("write_budget" if is_spent else "no_parent")
                 continue
             for item in path:
                 length = int(columns.length[item])
-                if columns.clear_count[item] != clear_counts[columns.namespace[item]]:
-                    break
-                if not self._budget.take(length, now):
+                if is_spent := not self._budget.take(length, now):
                     self._skip("write_budget")
                     break
-                chosen.add(item)
-                batch.append(item)
+                batch[item] = None
+                self._queued.discard(item)
                 size += length
-        return batch
+        return list(batch)
 
     # ------------------------------------------------------------------ the task
 
@@ -196,6 +197,7 @@ class WriteBehind:
                 await self._yield_to_loads()
             await self._write_all(np.array(self._next_batch(), np.int64))
             self._tell()
+            await asyncio.sleep(0)  # a batch may have been empty
 
     async def _write_all(self, rows: IntArray) -> None:
         """In batches: the ancestors of one row may be thousands."""
@@ -224,9 +226,8 @@ class WriteBehind:
     async def _write(self, rows: IntArray) -> None:
         """One batch: slots, frames, fdatasync, index records, READY in chain order."""
         columns = self._store.catalog
-        parents = columns.parent[rows]
         # Room for the batch must not be made of what it hangs on.
-        ways = distinct(parents[parents >= 0])
+        ways = distinct(columns.parent[rows][columns.parent[rows] >= 0])
         columns.pins[ways] += 1
         try:
             slots = await self._slots(rows)
@@ -248,8 +249,7 @@ class WriteBehind:
         while len(slots) < len(sizes):
             size = sizes[len(slots)]
             alike = len(list(takewhile(size.__eq__, sizes[len(slots) :])))
-            got = self._nvme.take(size, alike)
-            if not got:
+            if not (got := self._nvme.take(size, alike)):
                 await self._room.make_room(size, alike)
                 got = self._nvme.take(size, alike)
             if not got:

@@ -216,6 +216,45 @@ def test_a_write_budget_sheds_and_comes_back(make_harness):
     assert sum(on_nvme(harness, chain)) == 8
 
 
+class Counted(np.ndarray):
+    """A column that counts how often one of its rows is read."""
+
+    reads = 0
+
+    def __getitem__(self, at):
+        Counted.reads += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("why", ["write_budget", "no_parent", "gone"])
+def test_what_cannot_be_written_costs_a_step_a_block(make_harness, monkeypatch, why):
+    """However long the chain: the loop has others to serve."""
+    blocks, look = 100, 25
+    monkeypatch.setattr(writebehind, "LOOK_ROWS_MAX", look)
+    daily = 24 * 60 * 4 * LAYOUT.block_bytes if why == "write_budget" else 0
+    harness = make_harness({"nvme.write_bytes_per_day": daily, "policy.name": "lru"}, tasks=False)
+    space, engine = harness.declare("a", LAYOUT), harness.engine()
+    chain = harness.chain(space, tokens(blocks))
+    harness.wait(engine.store(space, chain))
+    columns, behind = harness.store.catalog, harness.service.write_behind
+    if why == "no_parent":
+        columns.host_state[rows_of(harness, chain)[0]] = ABSENT
+    elif why == "gone":
+        harness.wait(harness.service.clear(space))
+    assert behind.queued_blocks == blocks
+    behind._budget.take(4 * LAYOUT.block_bytes, harness.service.now())
+    monkeypatch.setattr(Counted, "reads", 0)
+    monkeypatch.setattr(columns, "parent", columns.parent.view(Counted))
+    steps = 0
+    while behind._has_work:
+        assert behind._next_batch() == []
+        steps += 1
+    assert steps == blocks // look
+    assert Counted.reads <= 3 * blocks
+    assert counters(harness, f"write_skipped_blocks:{why}")[0] >= blocks - 1
+    columns.host_state[rows_of(harness, chain)[0]] = READY
+
+
 def test_a_budget_is_spent_and_refilled():
     budget = WriteBudget(1.0, now=0.0)  # a minute's worth at once
     assert budget.take(60, 0.0)
