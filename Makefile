@@ -65,7 +65,7 @@ $(NVRTC_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[gpu-check]"
 	@touch $@
 
-demo: $(if $(filter tiny,$(MODEL)),$(TORCH_STAMP),$(GEMMA_STAMP))  ## a support desk on a real model, with and without kvstore (MODEL=tiny: no model, 40 s)
+demo: $(if $(filter tiny,$(MODEL)),$(TORCH_STAMP),$(GEMMA_STAMP))  ## a support desk on a real model, with and without kvstore (MODEL=tiny: no model, half a minute)
 	$(TORCH_BIN)/python -m bench.demo --model $(MODEL) $(ARGS)
 
 test-transformers: $(TORCH_STAMP)  ## the transformers adapter on real, small models

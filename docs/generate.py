@@ -20,9 +20,12 @@ METRICS_HEAD = """\
 series exists from the start, at 0. Counters only grow and start again with the process; rates and
 shares are the reader's business:
 
-* the share of prompt tokens that came from the store, the number to watch: `hit / (hit + missed)`
-  with hit = `sum(rate(kvstore_hit_tokens_total[5m]))` and
+* the share of prompt tokens that was found in the store, the number to watch:
+  `hit / (hit + missed)` with hit = `sum(rate(kvstore_hit_tokens_total[5m]))` and
   missed = `sum(rate(kvstore_missed_tokens_total[5m]))`
+* what was found is not always loaded: vLLM's look-ups cover the whole prompt, also what vLLM still
+  has in its own prefix cache. What came from the store is counted there:
+  `rate(vllm:kvstore_loaded_tokens_total[5m])`
 * prefill seconds saved per second (an estimate, from prefill times that engines reported):
   `rate(kvstore_saved_prefill_seconds_total[5m])`
 * wear: `rate(kvstore_host_to_nvme_bytes_total[1h])`

@@ -1,6 +1,6 @@
 """How far several KV groups of one model can be served together.
 
-Primitives: `GroupReach` (one group's usable blocks), `common_boundary`. Pure.
+Primitives: `GroupReach` (one group's usable blocks), `common_boundary`, `counted_group`. Pure.
 """
 
 from __future__ import annotations
@@ -58,3 +58,10 @@ def common_boundary(groups: Sequence[GroupReach], tokens_max: int) -> int:
     for group in sliding:
         fits &= group.serves(candidates)
     return int(candidates[fits][-1]) if fits.any() else 0
+
+
+def counted_group(windows_tokens: Sequence[int]) -> int:
+    """Index of the group whose tokens are counted for all, as they are the same tokens: the first
+    that needs every block.
+    """
+    return next((at for at, window in enumerate(windows_tokens) if not window), 0)

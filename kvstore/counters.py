@@ -6,11 +6,13 @@ for the reader.
 
 from __future__ import annotations
 
-from kvstore.types import Tier
+from collections.abc import Sequence
 
-TIERS = tuple(tier.name.lower() for tier in Tier)
+from kvstore.boundary import counted_group
+from kvstore.matching import MatchResult
 
-MISS_REASONS = ("absent", "cleared", "capacity", "deadline", "failed", "planned")
+HIT_TIERS = ("host", "nvme")
+MISS_REASONS = ("absent", "planned")
 DROP_REASONS = (
     "evicted",
     "dropped_before_write",
@@ -47,8 +49,8 @@ class Counters:
                 "expired_reservations",
                 "suppressed_errors",
                 "saved_prefill_us",
-                *(f"hit_blocks:{tier}" for tier in TIERS),
-                *(f"hit_tokens:{tier}" for tier in TIERS),
+                *(f"hit_blocks:{tier}" for tier in HIT_TIERS),
+                *(f"hit_tokens:{tier}" for tier in HIT_TIERS),
                 *(f"missed_blocks:{reason}" for reason in MISS_REASONS),
                 *(f"missed_tokens:{reason}" for reason in MISS_REASONS),
                 *(f"dropped_blocks:{reason}" for reason in DROP_REASONS),
@@ -63,19 +65,31 @@ class Counters:
         """Grow one counter; an unknown name is our bug (KeyError)."""
         self._values[name] += int(amount)
 
-    def looked_up(
-        self, block_tokens: int, asked: int, in_host: int, below: int, missed_reason: str
-    ) -> None:
-        """One look-up of `asked` blocks, of which so many were found."""
+    def matched(self, result: MatchResult, in_host: Sequence[int]) -> None:
+        """One look-up; `in_host`: blocks of each group that were in the host tier.
+
+        Blocks before a group's window are needed by nobody: neither found nor missed. The groups'
+        tokens are the same ones: they count once.
+        """
         self.add("queries")
-        self.add("queried_blocks", asked)
-        for name, blocks in (
-            (f"hit_{{}}:{TIERS[Tier.HOST]}", in_host),
-            (f"hit_{{}}:{TIERS[Tier.NVME]}", below),
-            (f"missed_{{}}:{missed_reason}", asked - in_host - below),
-        ):
-            self.add(name.format("blocks"), blocks)
-            self.add(name.format("tokens"), blocks * block_tokens)
+        counted = counted_group([group.namespace.window_tokens for group in result.groups])
+        missed = result.short_reason or "absent"
+        for at, (group, asked) in enumerate(zip(result.groups, result.asked_blocks, strict=True)):
+            tokens = group.namespace.layout.block_tokens if at == counted else 0
+            self._blocks("hit", "host", in_host[at], tokens)
+            self._blocks("hit", "nvme", len(group.rows) - in_host[at], tokens)
+            self._blocks("missed", missed, asked - group.blocks, tokens)
+
+    def reported(self, blocks: int, block_tokens: int) -> None:
+        """Blocks that a client found in the host tier without a call."""
+        self.add("queries")
+        self.add("reported_blocks", blocks)
+        self._blocks("hit", "host", blocks, block_tokens)
+
+    def _blocks(self, what: str, label: str, blocks: int, block_tokens: int) -> None:
+        self.add("queried_blocks", blocks)
+        self.add(f"{what}_blocks:{label}", blocks)
+        self.add(f"{what}_tokens:{label}", blocks * block_tokens)
 
     def __getitem__(self, name: str) -> int:
         return self._values[name]

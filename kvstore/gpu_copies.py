@@ -284,10 +284,14 @@ class GpuCopies:
         }
 
     def health(self) -> list[str]:
-        """Why the tier is degraded; empty when all is well."""
+        """Why the tier serves nothing; empty when all is well."""
         if self.failure:
             return [f"gpu: given up: {self.failure}; restart the daemon to use it again"]
-        return self._tier.health()
+        return []
+
+    def remarks(self) -> list[str]:
+        """What is less than it could be."""
+        return [] if self.failure else self._tier.remarks()
 
     def check_integrity(self) -> None:
         """I1, I7: every copy has its slot, its entry, and a READY replica in the host tier."""

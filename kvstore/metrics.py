@@ -150,7 +150,8 @@ METRICS: tuple[Counted | Gauge | Histogram, ...] = (
     Counted(
         "kvstore_dropped_blocks",
         "dropped_blocks",
-        "Replicas that left, by reason (evicted: for want of room).",
+        "Replicas that left, each once, by reason (for want of room: evicted, or "
+        "dropped_before_write when NVMe had no copy).",
         "reason",
     ),
     Counted(
@@ -174,7 +175,8 @@ METRICS: tuple[Counted | Gauge | Histogram, ...] = (
     Gauge(
         "kvstore_healthy",
         lambda tree: float(list(tree["health"]) == ["ok"]),
-        "1 while every tier serves and stores; kvstore stat says what is wrong.",
+        "1 while nothing keeps a tier from serving and storing; kvstore stat says what does, and "
+        "remarks on what is slower or less than it could be.",
     ),
     Gauge("kvstore_uptime_seconds", lambda tree: tree["uptime_seconds"], "Age of this life."),
     Gauge("kvstore_clients", _in("clients", "attached"), "Attached client processes."),

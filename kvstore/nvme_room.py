@@ -122,7 +122,7 @@ class NvmeRoom:
         now = self._now()
         victims = self._picker.choose(held, Tier.NVME, count, now)
         if len(victims):
-            self._store.counters.add("dropped_blocks:evicted", len(victims))
+            self._store.count_dropped(victims, "evicted")
             self._store.catalog.set_nvme(victims, ReplicaState.DRAINING)
             self._store.policy.evicted(victims, Tier.NVME, now)
             await self._delete(victims)

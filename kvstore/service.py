@@ -401,7 +401,7 @@ class Service:
     # ------------------------------------------------------------------ looking
 
     def health(self) -> list[str]:
-        """Reasons why this daemon is degraded; empty when all is well."""
+        """Why some tier does not serve or not store; empty when all is well."""
         reasons: list[str] = []
         gpu = self.gpu.copies if self.gpu is not None else None
         for tier in (self.store.host, self.store.nvme, gpu):
@@ -411,3 +411,9 @@ class Service:
             if mover is not None and mover.failure:
                 reasons.append(f"nvme: {mover.failure}")
         return reasons
+
+    def remarks(self) -> list[str]:
+        """What is slower or less than it could be, and harms nothing."""
+        gpu = self.gpu.copies if self.gpu is not None else None
+        tiers = (self.store.host, self.store.nvme, gpu)
+        return [remark for tier in tiers if tier is not None for remark in tier.remarks()]

@@ -18,6 +18,7 @@ def statistics_of(service: Service) -> dict[str, object]:
         "boot_id": f"{service.boot_id:016x}",
         "uptime_seconds": round(service.now() - service.started, 3),
         "health": service.health() or ["ok"],
+        "remarks": service.remarks(),
         "socket": str(service.config.daemon.socket_path),
         "clients": service.sessions.statistics(),
         "blocks": len(store.catalog),

@@ -148,8 +148,10 @@ class Store:
         """Count what was found as used once. The lease, when wanted, covers every row of the result
         and keeps all its replicas where they are. Raises LeaseTooLarge.
         """
-        for group, asked in zip(result.groups, result.asked_blocks, strict=True):
-            self._count_query(asked, group, result.short_reason or "absent")
+        in_host = [self.catalog.host_state[group.rows] == READY for group in result.groups]
+        self.counters.matched(result, [int(np.count_nonzero(each)) for each in in_host])
+        for group in result.groups:
+            self._count_saved(group.namespace, group.first, group.blocks)
         leased = np.concatenate([group.rows for group in result.groups])
         if not len(leased):
             return
@@ -176,12 +178,6 @@ class Store:
         astray = self.catalog.namespace[rows] != namespace.index
         astray |= self.catalog.parent[rows] != np.append(ABSENT_ROW, rows[:-1])[: len(rows)]
         return rows[: int(astray.argmax())] if astray.any() else rows
-
-    def _count_query(self, asked: int, group: GroupMatch, missed: str) -> None:
-        in_host = int(np.count_nonzero(self.catalog.host_state[group.rows] == READY))
-        tokens, below = group.namespace.layout.block_tokens, len(group.rows) - in_host
-        self.counters.looked_up(tokens, asked, in_host, below, missed)
-        self._count_saved(group.namespace, group.first, group.blocks)
 
     def _count_saved(self, namespace: Namespace, first: int, last: int) -> None:
         """Prefill of blocks [first, last), where engines told how long theirs takes."""
@@ -213,10 +209,7 @@ class Store:
         classes = classes_of(hints, 0, len(rows), namespace.layout.block_tokens) if hints else None
         readable = self.is_readable(rows)
         rows, classes = rows[readable], None if classes is None else classes[readable]
-        self.counters.looked_up(
-            namespace.layout.block_tokens, len(readable), len(readable), 0, "absent"
-        )
-        self.counters.add("reported_blocks", len(readable))
+        self.counters.reported(len(readable), namespace.layout.block_tokens)
         if len(rows):
             first = int(self.catalog.depth[rows[0]])
             self._count_saved(namespace, first, first + len(rows))
@@ -304,32 +297,35 @@ class Store:
 
     # ------------------------------------------------------------------ leaving
 
+    def count_dropped(self, rows: IntArray, reason: str) -> None:
+        """A whole replica of each leaves. Those of condemned rows were counted with these."""
+        fresh = self.catalog.clear_count[rows] != CONDEMNED
+        self.counters.add(f"dropped_blocks:{reason}", int(np.count_nonzero(fresh)))
+
     def drop_unready(self, row: int, reason: str) -> None:
-        """A FILLING or COMMITTED host replica will never be READY: slot back, waiting children
-        dropped too.
-        """
+        """A FILLING or COMMITTED host replica will never be READY; its waiting children neither."""
         columns = self.catalog
         stack = [row]
         while stack:
             lost = stack.pop()
             stack.extend(self.waiting.pop(lost, ()))
             if columns.host_state[lost] in (FILLING, COMMITTED):
-                slot = int(columns.host_slot[lost])
+                slot, rows = int(columns.host_slot[lost]), np.array([lost], np.int64)
+                self.count_dropped(rows[columns.host_state[rows] == COMMITTED], reason)
                 columns.set_host(lost, ReplicaState.ABSENT)
                 if slot >= 0:
                     self.host_tier.free([slot])
-                self.counters.add(f"dropped_blocks:{reason}")
-                columns.remove_if_bare(np.array([lost], np.int64))
+                columns.remove_if_bare(rows)
 
     def drop_host(self, rows: IntArray, reason: str, now: float) -> None:
         """READY host replicas leave; the slots are re-usable at once (generation moves first)."""
         if not len(rows):
             return
         columns = self.catalog
-        only_copy = int(np.count_nonzero(columns.nvme_state[rows] != READY))
-        if reason == "evicted" and self.nvme is not None:
-            self.counters.add("dropped_blocks:dropped_before_write", only_copy)
-        self.counters.add(f"dropped_blocks:{reason}", len(rows))
+        is_last = columns.nvme_state[rows] != READY
+        is_last &= reason == "evicted" and self.nvme is not None
+        self.count_dropped(rows[is_last], "dropped_before_write")
+        self.count_dropped(rows[~is_last], reason)
         self.on_host_leaves(rows)
         slots = columns.host_slot[rows].copy()
         self.host_tier.retract(slots)
@@ -362,6 +358,7 @@ class Store:
         free = rows[~busy]
         on_nvme = free[columns.nvme_state[free] == READY]
         if len(on_nvme):
+            self.count_dropped(on_nvme, reason)
             columns.set_nvme(on_nvme, ReplicaState.DRAINING)
             self.on_nvme_lost(on_nvme)
         self.drop_host(free[columns.host_state[free] == READY], reason, now)
@@ -374,8 +371,10 @@ class Store:
         """
         columns = self.catalog
         rows = rows[columns.clear_count[rows] != CONDEMNED]
-        self.counters.add(f"dropped_blocks:{reason}", len(rows))
         in_host = rows[columns.host_state[rows] == READY]
+        coming = rows[columns.host_state[rows] == COMMITTED]
+        for held in (in_host, coming, rows[columns.nvme_state[rows] == READY]):
+            self.count_dropped(held, reason)
         if len(in_host):
             self.on_host_leaves(in_host)
             self.host_tier.retract(columns.host_slot[in_host])

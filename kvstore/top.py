@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.counters import TIERS
+from kvstore.counters import HIT_TIERS
 
 PERIOD_SECONDS = 1.0
 UNKNOWN = "-"
@@ -96,13 +96,13 @@ def _timed(read: Callable[[], Tree]) -> tuple[Tree, float]:
 
 
 def _head(tree: Tree) -> Text:
-    is_well = tree["health"] == ["ok"]
+    told = "; ".join([*tree["health"], *tree.get("remarks", ())])
     return Text.assemble(
         ("kvstore ", "bold"),
         f"{tree['version']} at {tree['socket']}, up {_duration(tree['uptime_seconds'])}, "
         f"{tree['clients']['attached']} clients, {tree['blocks']} blocks in "
         f"{len(tree['namespaces'])} namespaces, health: ",
-        ("; ".join(tree["health"]), "green" if is_well else "bold red"),
+        (told, "green" if tree["health"] == ["ok"] else "bold red"),
     )
 
 
@@ -137,7 +137,7 @@ def _fill(used: int, most: int) -> tuple[str, str, str]:
 
 def _hits(tree: Tree, rates: Rates) -> RenderableType:
     table = _table("asked for, tokens", "", "per second", "since start", "share")
-    rows = {f"hits on {tier}": (f"hit_tokens:{tier}",) for tier in TIERS if tree.get(tier)} | {
+    rows = {f"hits on {tier}": (f"hit_tokens:{tier}",) for tier in HIT_TIERS if tree.get(tier)} | {
         "misses": tuple(name for name in tree["counters"] if name.startswith("missed_tokens:"))
     }
     asked = sum(rates.total(*names) for names in rows.values())

@@ -21,7 +21,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any, NamedTuple
 
-from kvstore.boundary import GroupReach, common_boundary
+from kvstore.boundary import GroupReach, common_boundary, counted_group
 from kvstore.client.committer import Committer
 from kvstore.client.copying import CopyThreads
 from kvstore.client.groups import Wanted
@@ -217,6 +217,9 @@ class KVClient:
             known = [self._session.declared(life, handle) for handle in handles]
             asked = list(zip(handles, known, joined, strict=True))
             if any(handle._is_nowhere(life, its, names) for handle, its, names in asked):
+                counted = counted_group([handle.window_tokens for handle in handles])
+                tokens = len(groups[counted]) * handles[counted].layout.block_tokens
+                self._keeper.missed(sum(map(len, groups)), tokens)
                 return ReadLease(self._session, self._keeper, None, reason=ABSENT)
             wanted = [
                 Wanted(handle.id, names, handle.layout, its.index) for handle, its, names in asked

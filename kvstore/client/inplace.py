@@ -107,7 +107,7 @@ class InPlace(Protocol):
         """Give it up; `used` leading blocks served their purpose."""
 
 
-def find_in_host(handle: NamespaceHandle, names: Names) -> InPlace | None:
+def find_in_host(handle: NamespaceHandle, names: Names) -> HostBlocks | None:
     """None when nothing is found, or when this processor's directory must not be read without a
     call."""
     joined = stretch(names, handle.id, 0, len(names))
@@ -120,7 +120,7 @@ def find_in_host(handle: NamespaceHandle, names: Names) -> InPlace | None:
     found = life.directory.lookup(declared.index, joined)
     if not found.count or not (found.lengths == handle.layout.block_bytes).all():
         return None
-    return _HostBlocks(handle, life, declared.slot_bytes, joined, found)
+    return HostBlocks(handle, life, declared.slot_bytes, joined, found)
 
 
 def under_lease(
@@ -129,13 +129,13 @@ def under_lease(
     *,
     deadline_seconds: float | None = None,
     ability: Ability | None = None,
-) -> InPlace:
+) -> LeasedBlocks:
     """Never raises for what the daemon does or does not do: `blocks` 0 and `reason` tell.
 
     With `ability` it is cut to what is worth loading; `plan` says how.
     """
     lease = handle.lease(names, deadline_seconds=deadline_seconds, ability=ability)
-    return _LeasedBlocks(handle, lease)
+    return LeasedBlocks(handle, lease)
 
 
 def granted_spans(handle: NamespaceHandle, reservation: WriteReservation) -> Iterator[Span]:
@@ -201,10 +201,12 @@ def _gpu_places(life: Life, handle: NamespaceHandle, joined: bytes) -> GpuPlaces
     return GpuPlaces(life.slabs, life.boot_id, handle._declared(life).index, joined)
 
 
-class _HostBlocks:
+class HostBlocks:
     """Found in the directory: all readable at once, or not at all."""
 
     reason = ""
+    is_counted = False
+    """Whether the daemon was asked for these blocks as well, and counted that."""
 
     def __init__(
         self,
@@ -255,18 +257,20 @@ class _HostBlocks:
         return is_whole and (self._gpu is None or self._gpu.valid())
 
     def end(self, used: int) -> None:
-        """The daemon saw nothing of this; tell it what was used."""
-        if used:
+        """Tell the daemon what was used, if it saw nothing of this."""
+        if used and not self.is_counted:
             names = self._joined[: used * FINGERPRINT_BYTES]
             self._handle._keeper.report(self._life, self._handle.id, names)
 
 
-class _LeasedBlocks:
+class LeasedBlocks:
     """Held by a lease; a Match counts the uses by itself."""
 
     def __init__(self, handle: NamespaceHandle, lease: ReadLease) -> None:
         self._handle = handle
         self._lease = lease
+        self.is_counted = lease._life is not None
+        """Whether the daemon answered, and counted what it found as used."""
         self._group = lease.groups[0] if lease.blocks else None
         self._gpu: GpuPlaces | None = None
         if self._group is not None and lease._life is not None:

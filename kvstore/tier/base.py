@@ -46,4 +46,7 @@ class TierProtocol(Protocol):
         """The same in one go."""
 
     def health(self) -> list[str]:
-        """Why this tier is degraded; empty when all is well."""
+        """Why this tier does not serve or not store; empty when all is well."""
+
+    def remarks(self) -> list[str]:
+        """What is slower or less than it could be; it serves and stores all the same."""

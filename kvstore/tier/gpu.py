@@ -256,6 +256,10 @@ class GpuTier:
         }
 
     def health(self) -> list[str]:
+        """See `TierProtocol`: without memory it holds fewer second copies, that is all."""
+        return []
+
+    def remarks(self) -> list[str]:
         """See `TierProtocol`."""
         reasons = [f"gpu: no memory for another slab: {self._refusal}"] if self._refusal else []
         waiting = len(self._retired & self._base.keys())

@@ -115,10 +115,14 @@ class HostTier:
             self._quarantined.clear()
 
     def health(self) -> list[str]:
-        waiting = len(self._quarantined)
-        if not waiting:
-            return []
-        return [f"host: {waiting} of {self.pool.slabs} slabs wait for clients of the last daemon"]
+        return self._waiting() if len(self._quarantined) == self.pool.slabs else []
+
+    def remarks(self) -> list[str]:
+        return self._waiting() if 0 < len(self._quarantined) < self.pool.slabs else []
+
+    def _waiting(self) -> list[str]:
+        waiting = f"{len(self._quarantined)} of {self.pool.slabs}"
+        return [f"host: {waiting} slabs wait for clients of the last daemon"]
 
     def describe(self) -> dict[str, object]:
         return {"slabs": asdict(self.pool.statistics()), "arena": asdict(self.arena.statistics())}

@@ -224,9 +224,7 @@ class NvmeTier:
         self._counts.add("bytes_written", frame_bytes(frame.length))
 
     def sync(self, slots: Slots) -> None:
-        """What was written to these slots is on the medium. Raises TierIO: none of it may be
-        recorded.
-        """
+        """Put what was written there on the medium. Raises TierIO: none of it may be recorded."""
         try:
             self._segments.sync(slots)
         except TierIO:
@@ -272,9 +270,7 @@ class NvmeTier:
             raise ChecksumMismatch(f"NVMe slot {slot}: part {run[0].index} is not what was stored")
 
     def check_frame(self, name: bytes, slot: int, generation: int) -> None:
-        """The header in `slot` names this block and write. Raises FrameMalformed,
-        GenerationMismatch, TierIO.
-        """
+        """Raises FrameMalformed, GenerationMismatch (it names another block or write), TierIO."""
         frame = self._segments.read_header(slot)
         if frame.fingerprint != name:
             raise FrameMalformed(f"NVMe slot {slot} holds {frame.fingerprint.hex()[:16]}")
@@ -355,19 +351,18 @@ class NvmeTier:
         return self._segments.measure()
 
     def health(self) -> list[str]:
-        io = self._io
-        return [
-            f"nvme: {reason}"
-            for reason in (
-                io.mode_reason and f"buffered I/O: {io.mode_reason}",
-                io.reserve_reason,
-                self._prove_reason and f"direct I/O {self._prove_reason}",
-                self._capacity.limit_reason and f"cannot grow: {self._capacity.limit_reason}",
-                self._ledger.failure and f"nothing becomes durable: {self._ledger.failure}",
-                self._ledger.must_rebuild and f"the index starts empty: {self._ledger.damage}",
-            )
-            if reason
-        ]
+        return _told(
+            self._capacity.limit_reason and f"cannot grow: {self._capacity.limit_reason}",
+            self._ledger.failure and f"nothing becomes durable: {self._ledger.failure}",
+        )
+
+    def remarks(self) -> list[str]:
+        return _told(
+            self._io.mode_reason and f"buffered I/O: {self._io.mode_reason}",
+            self._io.reserve_reason,
+            self._prove_reason and f"direct I/O {self._prove_reason}",
+            self._ledger.must_rebuild and f"the index starts empty: {self._ledger.damage}",
+        )
 
     def statistics(self) -> NvmeStatistics:
         """As it is now; takes a read transaction of the index."""
@@ -409,6 +404,10 @@ class NvmeTier:
         self._tender.join()
         self._ledger.close()
         self._segments.close()
+
+
+def _told(*reasons: str | bool) -> list[str]:
+    return [f"nvme: {reason}" for reason in reasons if reason]
 
 
 def _prove(io: BlockIO, directory: Path) -> str:

@@ -72,6 +72,12 @@ def counters(harness: Harness, *names: str) -> list[int]:
     return [harness.store.counters[name] for name in names]
 
 
+def dropped(harness: Harness) -> dict[str, int]:
+    """Replicas that left, by reason; nothing that is 0."""
+    series = ((name.split(":"), count) for name, count in harness.store.counters.snapshot().items())
+    return {name[1]: count for name, count in series if name[0] == "dropped_blocks" and count}
+
+
 def host_slots(harness: Harness) -> dict[str, int]:
     """Slots by state, summed over all sizes; `free` counts what classes own."""
     total = dict.fromkeys(("free", "filling", "ready", "draining", "quarantined"), 0)

@@ -19,6 +19,7 @@ from client_kit import (
     open_space,
 )
 
+from engine_adapter.prefix import find
 from kvstore.client import copying, life
 from kvstore.errors import (
     InvalidRequest,
@@ -242,6 +243,30 @@ def test_a_lease_over_nothing_costs_no_call(make_fake: Make, make_client: Make) 
     assert not calls_of(fake)
     window.lease(chain_of(window, 3))
     assert calls_of(fake) == {"Match"}, "a window may begin behind blocks that nobody has"
+    client.close()
+    told = fake.called("Report")
+    assert sum(report.missed_blocks for report in told) == 3 + 2 * 3
+    assert sum(report.missed_tokens for report in told) == 48 + 48, "the same tokens twice"
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_prefix_is_counted_once_by_the_daemon_or_by_its_client(
+    make_fake: Make, make_client: Make, answers: bool
+) -> None:
+    """Host memory has three of five blocks: a Match that finds no more has counted these."""
+    fake, client = make_fake(), make_client()
+    space = open_space(client)
+    chain, blocks = chain_of(space, 3), coloured(3)
+    fill(fake, space, chain, blocks, 3)
+    if not answers:
+        fake.fail_with["Match"] = Overloaded("busy")
+    prefix = find(space, np.arange(5 * 16, dtype=np.uint32), 5, SECONDS)
+    assert (prefix.blocks, bool(prefix.reason)) == (3, True)
+    assert calls_of(fake) == {"Match"}
+    prefix.end(3)
+    client.close()
+    used = [group for report in fake.called("Report") for group in report.used]
+    assert [group.fingerprints for group in used] == ([] if answers else [chain.joined])
 
 
 def test_what_may_be_below_is_asked_for(make_fake: Make, make_client: Make) -> None:

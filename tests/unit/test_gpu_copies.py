@@ -111,7 +111,8 @@ def test_refused_memory_is_no_room(world: World) -> None:
     world.harness.device._memory.free_bytes = SLAB - 1
     world.used(world.stored(1))
     assert len(world.copies) == 0
-    assert "no memory" in " ".join(world.harness.service.health())
+    assert "no memory" in " ".join(world.harness.service.remarks())
+    assert world.harness.service.health() == []
     assert not world.copies.failure
 
 

@@ -14,6 +14,7 @@ from store_kit import (
     STORED,
     counters,
     drop_from_host,
+    dropped,
     held_slots,
     on_nvme_only,
     rows_of,
@@ -146,6 +147,8 @@ def test_a_sliding_group_needs_its_window_only(harness):
     assert [(group.first, group.blocks) for group in found.groups] == [(0, 6), (4, 6)]
     leased = harness.store.catalog.leases[rows_of(harness, b)[3:]]
     assert leased.tolist() == [0, 1, 1], "the window is leased, nothing before it"
+    names = ("queries", "queried_blocks", "hit_tokens:host", "missed_tokens:absent")
+    assert counters(harness, *names) == [1, 6 + 2, 24, 0], "each token once, none missed"
     drop = harness.chain(sliding, tokens(6))
     harness.wait(engine.release(found))
     harness.call(harness.store.forget, rows_of(harness, drop)[5:], "deleted", 0.0)
@@ -350,6 +353,7 @@ def test_leased_blocks_of_a_cleared_namespace_go_with_the_lease(harness):
     harness.sleep(1)
     assert held_slots(harness) == 0
     assert len(harness.store.catalog) == 0
+    assert dropped(harness) == {"cleared": 4 + 4}
     assert harness.wait(engine.store(space, stored)) == [STORED] * 4
 
 
@@ -379,9 +383,12 @@ def test_a_deleted_block_takes_what_follows_it_along(harness):
     space, engine = harness.declare("a", LAYOUT), harness.engine()
     stored = harness.chain(space, tokens(5))
     branch = harness.chain(space, [*tokens(2), *tokens(2, seed=7)])
-    on_nvme_only(harness, space, stored, engine)
+    harness.wait(engine.store(space, stored))
     harness.wait(engine.store(space, branch))
+    harness.settle()
     assert harness.wait(harness.service.delete(space, bytes(stored[2]))) == 3
+    harness.sleep(1)
+    assert dropped(harness) == {"deleted": 3 + 3}, "each copy once"
     assert matched(harness, engine, (space, stored)) == 8
     assert matched(harness, engine, (space, branch)) == 16
     harness.crash()

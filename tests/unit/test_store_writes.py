@@ -194,13 +194,6 @@ def test_a_chain_with_names_of_others_in_between_is_linked_as_named(harness, spa
     assert held_slots(harness) == 2
 
 
-def test_a_daemon_without_a_host_tier_says_so(make_harness):
-    harness = make_harness({"host.bytes": 0})
-    space = harness.declare("a", LAYOUT)
-    with pytest.raises(InvalidRequest, match=r"host\.bytes"):
-        harness.service.writes.reserve(1, "e", space, space.id, b"x" * 32)
-
-
 # ------------------------------------------------------------------ commit
 
 

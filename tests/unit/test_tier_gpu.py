@@ -80,15 +80,15 @@ def test_memory_is_taken_when_it_is_needed_and_one_slab_at_a_time(harness: Harne
     assert harness.tier.allocated_bytes == 2 * MIB
 
 
-def test_a_device_without_memory_is_no_room_and_said_in_health(harness: Harness) -> None:
+def test_a_device_without_memory_is_no_room_and_said(harness: Harness) -> None:
     taken = harness.device.allocate(62 * MIB + MIB // 2)
     assert len(harness.tier.take(SLOT, 16)) == 4
     assert harness.tier.take(SLOT, 4) == []
-    assert "no memory" in harness.tier.health()[0]
+    assert "no memory" in harness.tier.remarks()[0]
     harness.device.free(taken)
     harness.tier.resize(4 * MIB)
     assert len(harness.tier.take(SLOT, 16)) == 12
-    assert harness.tier.health() == []
+    assert harness.tier.remarks() == harness.tier.health() == []
 
 
 def test_a_slot_larger_than_a_slab_finds_no_room(harness: Harness) -> None:
@@ -121,7 +121,7 @@ def test_memory_goes_back_after_blocks_and_openers_have_left(harness: Harness) -
     tier.free(leaving)
     asked = tier.tend()
     assert {client for client, _ in asked} == {ONE, TWO}
-    assert "wait for engines" in tier.health()[0]
+    assert "wait for engines" in tier.remarks()[0]
     for client, slab in asked:
         if client == ONE:
             tier.acknowledge(client, slab)

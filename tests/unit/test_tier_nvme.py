@@ -137,7 +137,6 @@ class TestConformance(TierConformance):
     @pytest.fixture
     def harness(self, directory, mode):
         tier = open_tier(directory, MODES[mode](), bytes_max=8 * MIB)
-        tier.health = lambda: []  # the fall-backs are told on purpose; tested below
         yield NvmeHarness(tier, directory)
         tier.close()
 
@@ -233,14 +232,16 @@ def test_a_refused_direct_write_loses_no_block_and_is_told(directory, refusal, w
     assert all(blocks.is_whole(seed) for seed in range(110))
     assert tier.statistics().mode == "buffered"
     assert os.strerror(refusal) in tier.statistics().mode_reason
-    assert any("buffered I/O" in reason for reason in tier.health())
+    assert any("buffered I/O" in remark for remark in tier.remarks())
+    assert tier.health() == []
     tier.close()
 
 
 def test_missing_preallocation_is_told(directory):
     tier = open_tier(directory, MODES["zero-filled"]())
     Blocks(tier).put(1)
-    assert any("filled with zeros" in reason for reason in tier.health())
+    assert any("filled with zeros" in remark for remark in tier.remarks())
+    assert tier.health() == []
     assert tier.bytes_on_disk() >= PER_SLAB * 17 * PAGE_BYTES
     tier.close()
 
@@ -488,11 +489,11 @@ def test_a_lost_index_comes_back_from_the_frames(directory, loss):
         shutil.copytree(directory.parent / "older", directory / "index")
         # One more life, so that the copy is behind by more than a crash could explain.
     again = open_tier(directory)
-    assert any("index starts empty" in reason for reason in again.health())
+    assert any("index starts empty" in remark for remark in again.remarks())
     assert blocks.reopen(again) == set(range(40))
     assert all(blocks.is_whole(seed) for seed in range(40))
     assert again.statistics().index_damage
-    assert again.health() == []
+    assert again.remarks() == again.health() == []
     assert len(list(directory.glob("index.damaged-*"))) == (loss != "deleted")
     again.close()
     third = open_tier(directory)

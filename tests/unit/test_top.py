@@ -24,6 +24,7 @@ def tree(**changes: Any) -> dict[str, Any]:
         "boot_id": "a1",
         "uptime_seconds": 3723.0,
         "health": ["ok"],
+        "remarks": [],
         "socket": "/run/x.sock",
         "clients": {"attached": 3},
         "blocks": 77,
@@ -95,7 +96,7 @@ def test_no_rates_across_two_lives() -> None:
 
 
 def test_tiers_may_be_off_and_ill_health_is_told() -> None:
-    shown = lines(tree(host=None, nvme=None, health=["disk full", "slow"]))
+    shown = lines(tree(host=None, nvme=None, health=["disk full"], remarks=["slow"]))
     assert not {"host", "nvme", "hits on host", "hits on nvme"} & set(shown)
     assert any("health: disk full; slow" in line for line in shown.values())
 
