@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.errors import InvalidRequest, NamespaceConflict, NamespaceUnknown, Overloaded
+from kvstore.errors import (
+    ConfigError,
+    InvalidRequest,
+    NamespaceConflict,
+    NamespaceUnknown,
+    Overloaded,
+)
 from kvstore.layout import BlockLayout
 from kvstore.types import (
     FINGERPRINT_BYTES,
@@ -146,8 +152,14 @@ class NamespaceTable:
         return namespace
 
     def restore(self, namespaces: Iterable[Namespace]) -> None:
-        """Recovery: take what an earlier life declared, in index order."""
-        for namespace in sorted(namespaces, key=lambda item: item.index):
+        """Recovery: take what an earlier life declared, in index order. Raises ConfigError."""
+        found = sorted(namespaces, key=lambda item: item.index)
+        if len(found) > self._namespaces_max:
+            raise ConfigError(
+                f"limits.namespaces_max={self._namespaces_max}, but {len(found)} namespaces are "
+                f"known already; raise it to {len(found)}"
+            )
+        for namespace in found:
             self.add(namespace)
 
     def set_clear_count(self, namespace: Namespace, count: int) -> None:

@@ -56,7 +56,7 @@ class ArenaView:
     def write_view(self, offset: int, length: int) -> ByteArray:
         """Writable uint8[length] at byte `offset`: in a slot that is reserved for this client.
 
-        Raises as `read_view`, OSError as opening does, and PeerGone if the file is another one now.
+        Raises as `read_view`, PeerGone if the file is gone or another one now.
         """
         with self._lock:
             self.read_view(offset, length)
@@ -105,7 +105,10 @@ class _File:
         self.array, self._identity = self._map(os.O_RDONLY)
 
     def map_writable(self) -> ByteArray:
-        array, identity = self._map(os.O_RDWR)
+        try:
+            array, identity = self._map(os.O_RDWR)
+        except OSError as error:
+            raise PeerGone(f"arena: {self._path} cannot be mapped: {error.strerror}") from error
         if identity != self._identity:
             raise PeerGone(f"arena: {self._path} was replaced by a new daemon; attach again")
         return array

@@ -370,9 +370,14 @@ class Index:
             raise IndexDamaged(f"{self._path}: {error}") from error
 
     def statistics(self) -> IndexStatistics:
-        with self._environment.begin() as transaction:
+        """Raises IndexDamaged."""
+
+        def read(transaction: lmdb.Transaction[bytes]) -> tuple[int, int, int]:
             records = transaction.stat(self._blocks)["entries"]
-            used = self._used_bytes(transaction)
+            readers = self._environment.info()["num_readers"]
+            return records, self._used_bytes(transaction), readers
+
+        records, used, readers = self._read(read)
         return IndexStatistics(
             records=records,
             bytes_used=used,
@@ -382,7 +387,7 @@ class Index:
             records_deleted=self._deleted,
             puts_refused=self._refused,
             stale_readers_cleared=self._stale_readers,
-            reader_slots=self._environment.info()["num_readers"],
+            reader_slots=readers,
             pending_records=self._pending,
         )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,8 @@ class Capacity:
     def disk_was_full(self) -> None:
         """An allocation failed: no growth beyond what is held until the disk had time to change."""
         self._full_until = self._clock.monotonic() + GROW_AGAIN_SECONDS
-        self.survey()
+        with suppress(OSError):  # the next look tells; who was refused is to hear of that
+            self.survey()
 
     def delete_retired(self) -> None:
         """Delete the files of slabs out of service; a slab cannot come back before its file is

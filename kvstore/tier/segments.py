@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.blockio import SECTOR_BYTES, BlockIO, SegmentFile, page_aligned
+from kvstore.blockio import SECTOR_BYTES, BlockIO, SegmentFile, page_aligned, translated
 from kvstore.errors import TierFull, TierIO, check
 from kvstore.segment import (
     FRAME,
@@ -234,7 +234,7 @@ class Segments:
     @contextmanager
     def _use(self, number: int, slot_bytes: int | None) -> Iterator[_Segment]:
         """The segment with its file open. With `slot_bytes` it is made when missing or of another
-        size.
+        size. Raises TierFull, TierIO, also for an OSError of the caller's.
         """
         with self._lock:
             segment = self._table.get(number)
@@ -242,20 +242,23 @@ class Segments:
                 if slot_bytes is None:
                     raise TierIO(f"segment {number} has no file")
                 segment = None
-        if segment is None:
-            assert slot_bytes is not None
-            segment = self._make_way(number, slot_bytes)
-        with self._lock:
-            segment.users += 1
         try:
-            if segment.file is None:
-                self._open(segment, create=slot_bytes is not None)
-            yield segment
-        finally:
+            if segment is None:
+                assert slot_bytes is not None
+                segment = self._make_way(number, slot_bytes)
             with self._lock:
-                segment.users -= 1
-                if self._table.get(number) is not segment:
-                    _close_if_idle(segment)
+                segment.users += 1
+            try:
+                if segment.file is None:
+                    self._open(segment, create=slot_bytes is not None)
+                yield segment
+            finally:
+                with self._lock:
+                    segment.users -= 1
+                    if self._table.get(number) is not segment:
+                        _close_if_idle(segment)
+        except OSError as error:
+            raise translated(error, f"{self._directory}: segment {number}") from error
 
     def _make_way(self, number: int, slot_bytes: int) -> _Segment:
         """A table entry for a new file; files of other sizes on the same slabs, empty by now, are
@@ -310,14 +313,18 @@ class Segments:
                     "for others (nvme.free_bytes_min)"
                 )
             file = self._io.open_segment(segment.path, length, True)
-            segment.bytes_on_disk = file.status().bytes_on_disk
-            segment.file = file
-            check(
-                segment.bytes_on_disk >= length,
-                "I11: a segment occupies what it is accounted for",
-                on_disk=segment.bytes_on_disk,
-                accounted=length,
-            )
+            occupied = file.status().bytes_on_disk
+            if occupied < length:
+                file.close()
+                if not segment.bytes_on_disk:
+                    segment.path.unlink()
+                raise TierFull(
+                    f"{segment.path} occupies {occupied} of {length} bytes: "
+                    f"{self._io.reserve_reason}; use another file system, or turn its compression "
+                    "off for nvme files"
+                )
+            check(occupied >= length, "I11: what is accounted is on disk", on_disk=occupied)
+            segment.bytes_on_disk, segment.file = occupied, file
             sync_directory(self._directory)
 
     def _close_idle(self, keep: _Segment) -> None:

@@ -182,6 +182,12 @@ def test_a_region_of_the_next_daemon_is_not_written(arena: Arena, view: ArenaVie
     following.close()
 
 
+def test_a_region_that_went_is_a_daemon_that_went(arena: Arena, view: ArenaView) -> None:
+    (arena.directory / "region-0001").unlink()
+    with pytest.raises(PeerGone, match="region-0001 cannot be mapped"):
+        view.write_view(REGION, 1)
+
+
 def test_a_file_too_short_is_not_mapped(arena: Arena) -> None:
     before = reserved_bytes()
     with (arena.directory / "region-0000").open("rb") as file:

@@ -469,3 +469,14 @@ def test_a_namespace_that_does_not_decode_is_damage(index, path):
     with pytest.raises(IndexDamaged):
         again.load_namespaces()
     again.close()
+
+
+def test_an_environment_that_failed_is_a_typed_error(index, monkeypatch):
+    class Failed:
+        def begin(self, **_):
+            raise lmdb.PanicError("on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "_environment", Failed())
+        with pytest.raises(IndexDamaged, match="on purpose"):
+            index.statistics()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.errors import InvalidRequest, NamespaceConflict, NamespaceUnknown, Overloaded
+from kvstore.errors import (
+    ConfigError,
+    InvalidRequest,
+    NamespaceConflict,
+    NamespaceUnknown,
+    Overloaded,
+)
 from kvstore.layout import BlockLayout
 from kvstore.namespaces import LABEL_CHARS_MAX, Namespace, NamespaceTable
 from kvstore.types import NamespaceId, NamespaceKind
@@ -108,3 +114,12 @@ def test_a_restart_keeps_indexes_and_counts(table):
     assert [found.id for found in table] == [B, A]
     assert table.clear_counts[:2].tolist() == [0, 9]
     assert table.leaf_exempt[:2].tolist() == [False, True]
+
+
+def test_a_limit_below_what_is_known_is_refused_with_the_way_out():
+    kept = [
+        Namespace(0, A, NamespaceKind.FLAT, LAYOUT),
+        Namespace(1, B, NamespaceKind.FLAT, LAYOUT),
+    ]
+    with pytest.raises(ConfigError, match=r"limits\.namespaces_max=1, .* raise it to 2"):
+        NamespaceTable(1).restore(kept)

@@ -1137,3 +1137,53 @@ def test_the_configured_values_are_the_ones_described(tier):
     assert described["bytes_max"] == config().bytes_max
     assert described["mode"] in ("direct", "buffered")
     assert described["index"]["bytes_max"] == config().index_map_bytes
+
+
+class Compressing(FaultySystem):
+    """A file system that keeps no blocks for zeros."""
+
+    def fallocate(self, fd, length):
+        os.ftruncate(fd, length)
+
+    def pwritev(self, fd, views, offset):
+        if any(view.any() for view in views):
+            return super().pwritev(fd, views, offset)
+        return sum(map(len, views))
+
+
+def test_a_file_system_that_reserves_nothing_is_left_alone(directory):
+    tier = open_tier(directory, DirectIO(system=Compressing()))
+    blocks = Blocks(tier)
+    with pytest.raises(TierFull, match="keeps no blocks for written zeros"):
+        blocks.put(0)
+    assert not blocks.put(1), "shed"
+    assert any("keeps no blocks" in remark for remark in tier.health())
+    assert list((directory / "segments").iterdir()) == []
+    tier.close()
+
+
+def fails(_):
+    raise OSError(errno.EIO, "on purpose")
+
+
+@pytest.mark.parametrize("call", ["sync_directory", "free_bytes"])
+def test_what_the_system_refuses_is_a_typed_error(directory, monkeypatch, call):
+    tier = open_tier(directory)
+    blocks = Blocks(tier)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"kvstore.tier.segments.{call}", fails)
+        with pytest.raises(TierIO, match="on purpose"):
+            blocks.put(0)
+    assert blocks.put(1)
+    tier.close()
+
+
+def test_a_full_disk_that_cannot_be_looked_at_is_full_all_the_same(directory, monkeypatch):
+    io = DirectIO(system=FaultySystem(from_nth("reserve", 2, Fail(errno.ENOSPC))))
+    tier = open_tier(directory, io)
+    blocks = Blocks(tier)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvstore.tier.capacity.free_bytes", fails)
+        with pytest.raises(TierFull, match="cannot reserve"):
+            blocks.put(0)
+    tier.close()
