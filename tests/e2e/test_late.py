@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 
 from kvstore.client import KVClient
 from kvstore.client.reasons import ABSENT, AWAY
+from kvstore.fingerprint import Chain
 from kvstore.rpc import control_pb2 as pb
 from kvstore.types import BlockStatus
 from tests.conftest import DaemonProcess
@@ -114,13 +116,19 @@ def test_a_release_too_many_takes_nothing_from_others(make_daemon: MakeDaemon) -
     assert_books(tiny)
 
 
+def has_stored(engine: Engine, chain: Chain) -> bool:
+    return set(engine.store(chain)) <= DONE
+
+
 def test_a_late_reader_is_told(tiny: DaemonProcess) -> None:
     """HOST-20: bytes copied after the protection ended count only if nothing moved."""
     random = np.random.default_rng(20)
     told = {True: 0, False: 0}
     with Engine(tiny) as engine, Engine(tiny, "reader") as reader:
         for round_ in range(8):
-            chain = engine.stored(round_, 6)
+            chain = engine.chain(round_, 6)
+            # The last round's lease ends when the daemon hears of it.
+            eventually(partial(has_stored, engine, chain), "room")
             copy = np.empty((6, LAYOUT.block_bytes), np.uint8)
             with reader.handle.lease(chain) as lease:
                 assert lease.blocks == 6
