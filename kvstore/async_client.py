@@ -55,12 +55,22 @@ class _Threads:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
+            future.add_done_callback(_give_back)
             await asyncio.wait([future])
             raise
 
     def close(self) -> None:
         self._is_closed = True
         self._pool.shutdown(wait=False)
+
+
+def _give_back(verb: asyncio.Future[Any]) -> None:
+    """What a cancelled verb came by is nobody's."""
+    found = None if verb.cancelled() or verb.exception() else verb.result()
+    if isinstance(found, WriteReservation):
+        found.abort()
+    elif isinstance(found, ReadLease):
+        found.release()
 
 
 class _Wrapper(Generic[B]):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -187,10 +188,7 @@ class LeaseTable:
 
     def _end(self, lease: LeaseId) -> None:
         found = self._leases.pop(lease)
-        mine = self._of_client[found.client]
-        mine.discard(lease)
-        if not mine:
-            del self._of_client[found.client]
+        _discard(self._of_client, found.client, lease)
         self._catalog.leases[found.rows] -= 1
         self._changes += 1
         self._catalog.remove_if_bare(found.rows)
@@ -290,13 +288,14 @@ class ReservationTable:
         deadline: float,
         *,
         slot_bytes: int,
+        reservation: int = 0,
     ) -> Reservation:
         """`slots` (int64[n], FILLING) are `engine`'s to fill, each for its row.
 
         All rows ABSENT_ROW: an anonymous reservation, named at commit.
         """
         found = Reservation(
-            id=ReservationId(self._ids()),
+            id=ReservationId(reservation or self._ids()),
             client=client,
             engine=engine,
             namespace=namespace,
@@ -309,6 +308,10 @@ class ReservationTable:
         self._of_client.setdefault(client, set()).add(found.id)
         self._counts["granted"] += 1
         return found
+
+    def is_known(self, reservation: int) -> bool:
+        """Whether it lives, or its slots are held."""
+        return reservation in self._reservations or reservation in self._holds
 
     def find(self, engine: str, reservation: ReservationId) -> Reservation:
         """A live reservation of this engine. Raises ReservationUnknown."""
@@ -404,15 +407,10 @@ class ReservationTable:
         hold = self._holds[reservation]
         hold.waiting.discard(client)
         _discard(self._held_for, client, reservation)
-        if hold.waiting:
-            return _NO_SLOTS
-        del self._holds[reservation]
-        return hold.slots
+        return _NO_SLOTS if hold.waiting else self._holds.pop(reservation).slots
 
 
-def _discard(
-    table: dict[ClientId, set[ReservationId]], client: ClientId, item: ReservationId
-) -> None:
+def _discard(table: dict[ClientId, set[Any]], client: ClientId, item: int) -> None:
     mine = table.get(client, set())
     mine.discard(item)
     if not mine:

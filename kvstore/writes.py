@@ -76,15 +76,21 @@ class WritePath:
     # ------------------------------------------------------------------ reserve
 
     def reserve(
-        self, client: ClientId, engine: str, namespace: Namespace, parent: bytes, names: bytes
+        self,
+        client: ClientId,
+        engine: str,
+        namespace: Namespace,
+        parent: bytes,
+        names: bytes,
+        reservation: int = 0,
     ) -> Grant:
         """Slots for the blocks of `names` (consecutive, after `parent`) that nobody holds or fills
-        yet.
+        yet. `reservation`: its id, if the caller has one.
 
         What fits now: after the first block without room all later ones are NO_ROOM.
         """
         store, columns, now = self._store, self._store.catalog, self._now()
-        self._admit_writer(client)
+        self._admit_writer(client, reservation)
         rows = self._rows_to_store(namespace, names)
         statuses = np.full(len(rows), BlockStatus.NO_ROOM, np.uint8)
         slots = np.full(len(rows), -1, np.int64)
@@ -115,7 +121,7 @@ class WritePath:
         slots[wanted] = granted
         statuses[wanted] = BlockStatus.GRANTED
         new_rows = self._add_rows(namespace, parent_row, names, rows, wanted, slots[wanted])
-        reservation = store.reservations.grant(
+        granted_as = store.reservations.grant(
             client,
             engine,
             namespace.index,
@@ -123,17 +129,18 @@ class WritePath:
             new_rows,
             now + store.config.lease.write_seconds,
             slot_bytes=namespace.slot_bytes,
+            reservation=reservation,
         )
-        return self._counted(Grant(reservation.id, statuses, slots))
+        return self._counted(Grant(granted_as.id, statuses, slots))
 
     def reserve_anonymous(
-        self, client: ClientId, engine: str, namespace: Namespace, count: int
+        self, client: ClientId, engine: str, namespace: Namespace, count: int, reservation: int = 0
     ) -> Grant:
         """Up to `count` slots whose blocks are named at commit; bounded by
         host.write_pool_bytes_per_client_max.
         """
         store, now = self._store, self._now()
-        self._admit_writer(client)
+        self._admit_writer(client, reservation)
         most = max(store.config.host.write_pool_bytes_per_client_max, namespace.slot_bytes)
         left = max(0, most - store.reservations.anonymous_bytes(client)) // namespace.slot_bytes
         # Nobody said what they will follow: not the block that leaves for them.
@@ -141,7 +148,7 @@ class WritePath:
         if not slots:
             return Grant(None, np.full(count, BlockStatus.NO_ROOM, np.uint8), np.full(count, -1))
         found = np.array(slots, np.int64)
-        reservation = store.reservations.grant(
+        granted_as = store.reservations.grant(
             client,
             engine,
             namespace.index,
@@ -149,10 +156,13 @@ class WritePath:
             np.full(len(slots), ABSENT_ROW, np.int64),
             now + store.config.lease.write_seconds,
             slot_bytes=namespace.slot_bytes,
+            reservation=reservation,
         )
-        return Grant(reservation.id, np.zeros(len(slots), np.uint8), found)
+        return Grant(granted_as.id, np.zeros(len(slots), np.uint8), found)
 
-    def _admit_writer(self, client: ClientId) -> None:
+    def _admit_writer(self, client: ClientId, reservation: int) -> None:
+        if self._store.reservations.is_known(reservation):
+            raise InvalidRequest(f"reservation {reservation} exists already; ask with another id")
         if self._store.reservations.is_over_quarantine(client):
             raise Overloaded(
                 "this client's expired reservations hold "

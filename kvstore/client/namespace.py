@@ -308,7 +308,8 @@ class NamespaceHandle(ControlVerbs):
         if not isinstance(attached, str):
             life, _ = attached
             try:
-                shared = reserve_named(self._session, life, self.id, names.parent_of(start), joined)
+                parent = names.parent_of(start)
+                shared = reserve_named(self._session, self._keeper, life, self.id, parent, joined)
                 return self._reservation(life, shared)
             except KVStoreError as error:
                 attached = reason_of(error)

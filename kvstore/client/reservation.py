@@ -180,6 +180,7 @@ class WriteReservation:
 
 def reserve_named(
     session: Session,
+    keeper: Keeper,
     life: Life,
     namespace: bytes,
     parent: bytes,
@@ -187,12 +188,11 @@ def reserve_named(
     deadline_seconds: float | None = None,
 ) -> SharedReservation:
     """Ask for slots for the blocks of `names`, which follow `parent`."""
-    request = pb.ReserveRequest(
-        client=life.client, namespace=namespace, parent=parent, fingerprints=names
-    )
+    request = pb.ReserveRequest(namespace=namespace, parent=parent, fingerprints=names)
     count = len(names) // FINGERPRINT_BYTES
     try:
-        reply = session.call("Reserve", request, deadline_seconds)
+        session.check_open()
+        reply = session.reserve(life, request, keeper.abort, deadline_seconds)
     except KVStoreError as error:
         session.lost(life, error)
         raise

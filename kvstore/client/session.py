@@ -16,6 +16,7 @@ open. Blocking stubs only. May not touch bytes of blocks.
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -30,8 +31,10 @@ from kvstore.client.slabs import SlabUser
 from kvstore.client.statistics import Tally
 from kvstore.errors import (
     ClientForked,
+    Draining,
     InvalidRequest,
     KVStoreError,
+    Overloaded,
     PeerGone,
     Unavailable,
 )
@@ -147,6 +150,23 @@ class Session:
             raise from_rpc_error(error) from error
         except ValueError as error:  # grpc's word for a closed channel
             raise PeerGone("the client was closed") from error
+
+    def reserve(
+        self,
+        life: Life,
+        request: pb.ReserveRequest,
+        abort: Callable[[Life, int], None],
+        deadline_seconds: float | None = None,
+    ) -> pb.ReserveReply:
+        """A Reserve, aborted when no answer comes: it may have been granted all the same."""
+        request.client, request.reservation = life.client, secrets.randbits(63) | 1
+        try:
+            reply: pb.ReserveReply = self.call_until_closed("Reserve", request, deadline_seconds)
+        except Unavailable as error:
+            if not isinstance(error, (Draining, Overloaded)):  # those are answers
+                abort(life, request.reservation)
+            raise
+        return reply
 
     def stream(self, method: str, request: object, deadline_seconds: float) -> Any:
         """A server stream's call object; iterating it raises grpc.RpcError."""

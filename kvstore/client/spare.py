@@ -194,8 +194,8 @@ class SpareSlots:
         missing, sent = target - self.free, self._now()
         if missing <= 0 or sent < self._refill_from:
             return
-        request = pb.ReserveRequest(client=life.client, namespace=self._namespace, count=missing)
-        reply = self._session.call_until_closed("Reserve", request)
+        request = pb.ReserveRequest(namespace=self._namespace, count=missing)
+        reply = self._session.reserve(life, request, self._abort)
         offsets = unpack_u64(reply.offsets, "offsets").tolist()
         slots = sorted(offset for offset in offsets if offset != NO_OFFSET)
         if len(slots) < missing:

@@ -187,6 +187,7 @@ class Storer:
         base = missing[0]
         grant = reserve_named(
             self._session,
+            self._keeper,
             order.life,
             self._namespace,
             order.parent_of(base),

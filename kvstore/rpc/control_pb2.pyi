@@ -497,18 +497,20 @@ class UnpinReply(_message.Message):
     def __init__(self, unpinned: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("client", "namespace", "parent", "fingerprints", "count")
+    __slots__ = ("client", "namespace", "parent", "fingerprints", "count", "reservation")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
     client: int
     namespace: bytes
     parent: bytes
     fingerprints: bytes
     count: int
-    def __init__(self, client: _Optional[int] = ..., namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., count: _Optional[int] = ...) -> None: ...
+    reservation: int
+    def __init__(self, client: _Optional[int] = ..., namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., fingerprints: _Optional[bytes] = ..., count: _Optional[int] = ..., reservation: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation", "lease_seconds", "statuses", "offsets")

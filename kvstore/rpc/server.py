@@ -196,10 +196,19 @@ class ControlServicer(KeepingVerbs, PlanningVerbs, control_pb2_grpc.ControlServi
             raise InvalidRequest("reserve: give fingerprints or count, not both")
         if request.fingerprints:
             names = self._names(request.fingerprints, "fingerprints")
-            grant = writes.reserve(session.client, session.engine, namespace, request.parent, names)
+            grant = writes.reserve(
+                session.client,
+                session.engine,
+                namespace,
+                request.parent,
+                names,
+                request.reservation,
+            )
         else:
             count = min(request.count, self._config.limits.blocks_per_call_max)
-            grant = writes.reserve_anonymous(session.client, session.engine, namespace, count)
+            grant = writes.reserve_anonymous(
+                session.client, session.engine, namespace, count, request.reservation
+            )
         return pb.ReserveReply(
             reservation=grant.reservation or 0,
             lease_seconds=self._config.lease.write_seconds,

@@ -353,7 +353,7 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
                     offsets.append(offset)
                     continue
                 offsets.append(wire.NO_OFFSET)
-            reservation = (secrets.randbits(63) | 1) if taken else 0
+            reservation = request.reservation if taken else 0
             if taken:
                 self.reservations[reservation] = taken
             return pb.ReserveReply(

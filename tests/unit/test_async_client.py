@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client_kit import LAYOUT, SECONDS, SPACE, STORED, chain_of, coloured, fill
+from client_kit import LAYOUT, SECONDS, SPACE, STORED, chain_of, coloured, eventually, fill
 
 import kvstore
 from kvstore import AsyncKVClient
@@ -123,6 +123,33 @@ def test_a_cancelled_load_waits_for_its_copy(make_fake: Make, tmp_path: Path) ->
 
     asyncio.run(scenario())
     assert copied.is_set()
+
+
+@pytest.mark.parametrize("verb", ["reserve", "lease"])
+def test_what_a_cancelled_verb_came_by_is_given_back(
+    make_fake: Make, tmp_path: Path, verb: str
+) -> None:
+    fake = make_fake()
+
+    async def scenario() -> None:
+        async with AsyncKVClient(str(tmp_path / "s.sock")) as client:
+            assert await client.wait_connected(SECONDS)
+            space = await client.namespace(SPACE, LAYOUT)
+            chain = chain_of(space.handle, 2)
+            fill(fake, space.handle, chain, coloured(2), 1)
+            asked = "Reserve" if verb == "reserve" else "Match"
+            fake.hold[asked] = threading.Event()
+            task = asyncio.create_task(getattr(space, verb)(chain))
+            await asyncio.to_thread(eventually, lambda: fake.called(asked))
+            task.cancel()
+            fake.hold[asked].set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            given_back = "Abort" if verb == "reserve" else "Release"
+            await asyncio.to_thread(eventually, lambda: fake.called(given_back))
+            assert not fake.reservations
+
+    asyncio.run(scenario())
 
 
 def test_a_store_nobody_takes_resolves_too(tmp_path: Path) -> None:

@@ -463,6 +463,26 @@ def test_a_late_commit_is_a_typed_error_and_an_acknowledgement(
         reservation.commit()
 
 
+def test_slots_whose_answer_was_lost_are_given_back(
+    make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name and beforehand: the daemon stood still while it was asked."""
+    monkeypatch.setattr("kvstore.client.keeper.RETRY_SECONDS", 0.05)
+    fake, client = make_fake(), make_client(deadline_seconds=0.3)
+    space = open_space(client)
+    fake.hold |= {"Reserve": threading.Event(), "Abort": threading.Event()}
+    assert space.reserve(chain_of(space, 1)).reason
+    space.store(chain_of(space, 2, seed=5), coloured(2))
+    # Beforehand is asked by one thread: the first was given up once there is a second.
+    eventually(lambda: sum(ask.count > 0 for ask in fake.called("Reserve")) >= 2)
+    named = [ask.reservation for ask in fake.called("Reserve") if not ask.count]
+    lost = {*named, next(ask.reservation for ask in fake.called("Reserve") if ask.count)}
+    fake.hold["Reserve"].set()
+    eventually(lambda: lost <= set(fake.reservations))
+    fake.hold["Abort"].set()
+    eventually(lambda: not lost & set(fake.reservations))
+
+
 def test_an_abort_that_finds_the_daemon_busy_is_sent_again(
     make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from store_kit import (
 )
 
 from kvstore.errors import InvalidRequest, LeaseError, Overloaded, ReservationUnknown
+from kvstore.rpc import control_pb2 as pb
 from kvstore.testing.engine import colour
 from kvstore.types import NamespaceKind, ReplicaState
 
@@ -451,6 +452,31 @@ def test_quarantine_has_a_bound_for_each_client(make_harness):
     assert harness.wait(other.store(space, harness.chain(space, tokens(1)))) == [STORED]
     harness.wait(engine.abort(held))
     assert harness.wait(engine.store(space, harness.chain(space, tokens(2)))) == [PRESENT, STORED]
+
+
+def test_a_reservation_may_be_named_by_who_asks(harness, space, engine):
+    """So it can be given back although the answer was lost."""
+    chain = harness.chain(space, tokens(3))
+    asked = pb.ReserveRequest(
+        client=engine.client,
+        namespace=space.id,
+        parent=space.id,
+        fingerprints=chain.joined,
+        reservation=77,
+    )
+    unnamed = pb.ReserveRequest(client=engine.client, namespace=space.id, count=2, reservation=78)
+    for request in (asked, unnamed):
+        assert harness.wait(engine.call("Reserve", request)).reservation == request.reservation
+    for _ in ("live", "held"):
+        for request in (asked, unnamed):
+            with pytest.raises(InvalidRequest, match="exists already"):
+                harness.wait(engine.call("Reserve", request))
+        assert held_slots(harness) == 5
+        harness.sleep(31)
+    for request in (asked, unnamed):
+        gone = pb.AbortRequest(client=engine.client, reservation=request.reservation)
+        harness.wait(engine.call("Abort", gone))
+    assert held_slots(harness) == 0
 
 
 def test_a_renewed_reservation_lives_on(harness, space, engine):
