@@ -74,7 +74,7 @@ def attach(
 ) -> Attached:
     """Serve the prompts of `model.generate` from kvstore, and store what it computes.
 
-    `client`: a KVClient (stays the caller's), a daemon's socket, or None for the default daemon.
+    `client`: a KVClient (stays the caller's), a daemon's socket, or None: as `KVClient` finds it.
     `plan`: load only what is faster to load than to compute, as far as times are known; otherwise
     all that is stored. `tenant_salt`: only callers with the same salt share blocks. `variant`:
     names what the adapter cannot see and what changes KV (forward hooks, edits of a few weights).

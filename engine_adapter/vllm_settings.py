@@ -17,7 +17,7 @@ class Settings:
     """Everything has a default; see docs/vllm.md for what each one does."""
 
     socket: str = ""
-    """The daemon's socket; "" is the default daemon's."""
+    """The daemon's socket; "": as `KVClient` finds it."""
     tenant_salt: str = ""
     """Engines with another salt share nothing with this one."""
     variant: str = ""
