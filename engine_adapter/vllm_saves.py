@@ -71,7 +71,7 @@ class SavePlan:
 
     def look_in(self, steps: int, tracked: Tracked) -> None:
         """Nothing for a request whose prefix is not known, or that waits for it anew."""
-        if tracked.lookup is not None and self._may_save:
+        if self._may_save and tracked.lookup is not None:
             tracked.due = self._step + steps
             self._due.setdefault(tracked.due, []).append(tracked.request.request_id)
 
@@ -80,6 +80,8 @@ class SavePlan:
     ) -> list[BlockOrder]:
         """`scheduled`: tokens computed in this step, by request, `tokens` in all. `is_held`:
         nothing may be saved in this one."""
+        if not self._may_save:
+            return []
         self._step += 1
         self._last.clear()
         self._last_from = self._next_number

@@ -224,6 +224,7 @@ def test_nothing_is_kept_for_what_is_not_saved(store: DaemonProcess) -> None:
             request = FakeRequest(f"a{at}", tokens_of(at, 2 * BLOCK))
             engine.admit(request)
             engine.compute(request)
+            assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 0
         assert not engine.scheduler._saves._due
 
 
