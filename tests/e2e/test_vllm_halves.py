@@ -515,14 +515,14 @@ def test_a_daemon_that_hangs_is_asked_once_and_blocks_are_free(
 def recorded_calls(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the worker's half asks to store, by the names of the calls, as they begin."""
     session, calls = engine.worker.side.handles[0]._session, list[str]()
-    call = session.call
+    call = session.call_until_closed
 
     def record(method: str, *arguments: Any) -> Any:
         if method in ("Reserve", "Commit"):
             calls.append(method)
         return call(method, *arguments)
 
-    monkeypatch.setattr(session, "call", record)
+    monkeypatch.setattr(session, "call_until_closed", record)
     return calls
 
 
