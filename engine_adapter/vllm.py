@@ -170,6 +170,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # One rank's failed load spoils what the others compute, and they do not know.
                 and vllm_config.parallel_config.world_size == 1
                 and settings.layerwise in _layerwise_settings(),
+                has_overlap=vllm_config.max_concurrent_batches > 1,
                 wants_events=bool(events and events.enable_kv_cache_events),
             )
         else:
@@ -298,6 +299,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exc_info()[1]  # by who called the engine
         self.worker.begin(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -313,7 +315,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         # vLLM calls it in a `finally`: a signal or an error may have ended the forward pass early.
-        self.worker.end_forward(is_broken=sys.exc_info()[0] is not None)
+        self.worker.end_forward(is_broken=sys.exc_info()[1] is not self._handled)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received = self.worker.received()

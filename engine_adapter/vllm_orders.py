@@ -100,6 +100,8 @@ class StepOrders:
     """Blocks that this step completes."""
     fence: int = 0
     """Counts resets: what was saved under an earlier one may not be stored any more."""
+    step: int = 0
+    """Comes back with the step's report, where steps overlap."""
 
 
 @dataclass
@@ -119,6 +121,8 @@ class WorkerReport:
     """This step's saves were thrown away: the forward pass read blocks that did not come."""
     copy_bytes_per_second: float = 0.0
     """Of loads lately; 0: none were measured."""
+    step: int = 0
+    """Of the orders."""
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Of two ranks in the same step."""
@@ -131,4 +135,5 @@ class WorkerReport:
             failed_requests=self.failed_requests | other.failed_requests,
             saves_lost=self.saves_lost or other.saves_lost,
             copy_bytes_per_second=min(rates, default=0.0),
+            step=max(self.step, other.step),
         )

@@ -30,6 +30,8 @@ class Tracked:
     has_failed = False
     """A load failed: what the lookup found is not to be had."""
     loads = 0
+    is_slow = False
+    """A load of it was predicted to be slower than computing."""
     load_tokens = 0
     """Of the newest one."""
     is_loading = False

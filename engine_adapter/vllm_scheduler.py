@@ -63,8 +63,10 @@ class SchedulerSide:
         may_load: bool = True,
         may_save: bool = True,
         may_layerwise: bool = True,
+        has_overlap: bool = False,
         wants_events: bool = False,
     ) -> None:
+        """`has_overlap`: a step may begin before the one before it has ended."""
         self._client = client
         self._lanes = tuple(lanes)
         self._handles = [open_lane(client, lane) for lane in lanes]
@@ -82,6 +84,8 @@ class SchedulerSide:
         """Those whose load lies in the step that was ordered last."""
         self._loads: list[LoadOrder] = []
         self._has_stalled, self._step_now = False, 0.0
+        self._has_overlap = has_overlap
+        self._step = 0
         self._fence = self._acknowledged = 0
         self._reset: Future[None] | None = None
         self._is_resetting = False
@@ -155,32 +159,35 @@ class SchedulerSide:
         if tracked.loads >= LOADS_MAX:
             self.counts.add(loads_given_up=1)
             return NO_HIT
-        if not self._is_worth(tokens):
+        if not self._is_worth(tracked, tokens):
             return NO_HIT
         tracked.take_lookup()
         tracked.from_below = lookup.from_below
         tracked.is_layerwise = self._is_hidden(tokens, request.num_tokens - lookup.tokens)
         return tokens, not tracked.is_layerwise
 
-    def _is_worth(self, tokens: int) -> bool:
-        """Whether loading is predicted to be faster than computing. What was seen of loads fades
-        each time it is not, so that another one is tried by and by."""
-        compute = self.speeds.prefill_seconds(tokens)
-        if not self._settings.plan or not compute or self._load_seconds(tokens) <= compute:
+    def _is_worth(self, tracked: Tracked, tokens: int) -> bool:
+        """Whether loading is predicted to be faster than computing, once a load was seen. Each time
+        it is not, loads are thought a little faster, so that another one is tried by and by."""
+        speeds, compute = self.speeds, self.speeds.prefill_seconds(tokens)
+        if not self._settings.plan or not speeds.has_copied or not compute:
             return True
-        self.speeds.doubt_copies()
-        self.counts.add(loads_not_worth=1)
+        if self._load_seconds(tokens) <= compute:
+            return True
+        if not tracked.is_slow:  # it may be asked for again
+            tracked.is_slow = True
+            speeds.doubt_copies()
+            self.counts.add(loads_not_worth=1)
         return False
 
     def _load_seconds(self, tokens: int) -> float:
-        return self.speeds.copy_seconds(
-            sum(
-                lane.layout.block_bytes
-                / lane.block_tokens
-                * min(tokens, lane.window_tokens or tokens)
-                for lane in self._lanes
-            )
+        """Ranks copy at the same time, each its own."""
+        size = sum(
+            lane.layout.block_bytes / lane.block_tokens * min(tokens, lane.window_tokens or tokens)
+            for lane in self._lanes
+            if lane.is_loaded_by(0)
         )
+        return self.speeds.copy_seconds(size)
 
     def _may_refresh(self, tracked: Tracked) -> bool:
         """One request a step, and the step goes on without its answer."""
@@ -294,17 +301,22 @@ class SchedulerSide:
         if not scheduled and not self._loads and not self._fence:
             return NOTHING  # the engine waits, and asks again and again
         tokens = sum(scheduled.values())
-        self.speeds.step_begins(scheduled, tokens, self._requests)
+        self._step += 1
+        self.speeds.step_begins(self._step, scheduled, tokens, self._requests)
         saves = self._saves.orders(scheduled, tokens, block_ids_of, self._is_resetting)
-        if not saves and not self._loads and not self._fence:
+        step = self._step if self._has_overlap else 0
+        if not saves and not self._loads and not self._fence and not step:
             return NOTHING
-        orders = StepOrders(tuple(self._loads), tuple(saves), self._fence)
+        orders = StepOrders(tuple(self._loads), tuple(saves), self._fence, step)
         self._loads = []
         return orders
 
     def step_ended(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """`received`: requests whose load ended, well or not."""
-        prefill = self.speeds.step_ends()
+        step = self._step
+        if self._has_overlap:
+            step = 0 if report is None else report.step
+        prefill = self.speeds.step_ends(step)
         if prefill is not None and not self._layerwise:  # else the pass waited for loads
             self._tell(prefill)
         failed = report.failed_requests if report is not None else frozenset()

@@ -8,7 +8,6 @@ Primitives:
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ PREFILL_EVERY_SECONDS = 0.5
 COPY_BYTES_PER_SECOND = 2e9
 """Assumed until loads were measured."""
 STEPS_MAX = 8
-"""Under way at the same time, at most."""
+"""Under way at the same time, at most; what is older never ends."""
 
 
 class Prefill(NamedTuple):
@@ -43,28 +42,37 @@ class Speeds:
         self._clock = clock
         self._prefill_tokens_per_second = 0.0
         self._copy_bytes_per_second = COPY_BYTES_PER_SECOND
-        self._steps: deque[tuple[int, float, tuple[int, int] | None]] = deque(maxlen=STEPS_MAX)
-        """Those that compute: tokens, begin, the one request's tokens."""
+        self.has_copied = False
+        self._steps: dict[int, tuple[int, float, tuple[int, int] | None]] = {}
+        """Those that compute, by number: tokens, begin, the one request's tokens."""
         self._last_end = 0.0
         self._prefill_from = 0.0
         """The next prefill is looked for then."""
 
     def step_begins(
-        self, scheduled: Mapping[str, int], tokens: int, requests: Mapping[str, Tracked]
+        self,
+        number: int,
+        scheduled: Mapping[str, int],
+        tokens: int,
+        requests: Mapping[str, Tracked],
     ) -> None:
-        """`scheduled`: tokens by request, `tokens` in all; `requests`: `Tracked` by id."""
+        """`number`: counts steps; `scheduled`: tokens by request, `tokens` in all; `requests`: the
+        running ones by id."""
         if not tokens:
             return
         now, prefill = self._clock(), None
         if tokens - len(scheduled) >= PREFILL_TOKENS_MIN and now >= self._prefill_from:
             prefill = _single(scheduled, tokens, requests)
-        self._steps.append((tokens, now, prefill))
+        self._steps[number] = (tokens, now, prefill)
+        if len(self._steps) > STEPS_MAX:
+            del self._steps[min(self._steps)]
 
-    def step_ends(self) -> Prefill | None:
-        """Steps may overlap: one takes from the end of the one before."""
-        if not self._steps:
+    def step_ends(self, number: int) -> Prefill | None:
+        """Steps may overlap: one takes from the end of the one before. Nothing for a step that
+        computed nothing, or of which nobody knows."""
+        if number not in self._steps:
             return None
-        tokens, began, prefill = self._steps.popleft()
+        tokens, began, prefill = self._steps.pop(number)
         now = self._clock()
         seconds = now - max(began, self._last_end)
         self._last_end = now
@@ -79,12 +87,13 @@ class Speeds:
         return Prefill(*prefill, seconds)
 
     def copied(self, bytes_per_second: float) -> None:
-        known = self._copy_bytes_per_second
+        known = self._copy_bytes_per_second if self.has_copied else bytes_per_second
         self._copy_bytes_per_second = known + SMOOTHING * (bytes_per_second - known)
+        self.has_copied = True
 
     def doubt_copies(self) -> None:
-        """What was seen of them counts less: they may have become faster unseen."""
-        self.copied(COPY_BYTES_PER_SECOND)
+        """They may have become faster unseen."""
+        self._copy_bytes_per_second *= 1 + SMOOTHING
 
     def copy_seconds(self, size_bytes: float) -> float:
         return size_bytes / self._copy_bytes_per_second

@@ -61,7 +61,7 @@ class WorkerSide:
         self._running = 0
         """Loads beside the forward pass that were not reported yet."""
         self._had_forward = False
-        self._is_broken = False
+        self._is_open = self._is_broken = False
         self._bad_block_ids: set[int] = set()
         self._failed: set[str] = set()
         self._report: WorkerReport | None = None
@@ -88,6 +88,9 @@ class WorkerSide:
     # ------------------------------------------------------------------ a step
 
     def begin(self, orders: StepOrders) -> None:
+        if self._is_open:  # vLLM's newer runner ends no step that raised
+            self._break()
+        self._is_open = True
         self._orders = orders
         self._had_forward = False
         self._report = None
@@ -122,9 +125,9 @@ class WorkerSide:
     def end_forward(self, is_broken: bool = False) -> None:
         """Nothing computed from blocks that did not come may be stored, nor anything from a pass
         that broke off or after it: the engine takes its tokens for computed."""
-        if is_broken and not self._is_broken:
-            _log.error("a forward pass broke off: nothing is saved until the engine starts anew")
-            self._is_broken = True
+        self._is_open = False
+        if is_broken:
+            self._break()
         is_lost = self._is_broken
         if self._layerwise:
             for task in self._layerwise:
@@ -142,6 +145,11 @@ class WorkerSide:
             return
         for order in mine:
             self._mover.saver.take(order)
+
+    def _break(self) -> None:
+        if not self._is_broken:
+            _log.error("a forward pass broke off: nothing is saved until the engine starts anew")
+        self._is_broken = True
 
     def _take(self, task: LoadTask) -> None:
         """A load ended."""
@@ -196,6 +204,8 @@ class WorkerSide:
         copied = saver.copied()
         if copied:
             self._reported().copied += copied
+        if self._orders.step:
+            self._reported().step = self._orders.step
         if self._orders.fence:
             self._reported().fence = saver.drained_fence
         return self._report

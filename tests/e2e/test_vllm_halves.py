@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -236,6 +237,25 @@ def test_a_pass_that_broke_off_is_the_last_one_saved(engine: FakeEngine) -> None
     assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 0
 
 
+def test_a_pass_that_never_ended_is_the_last_one_saved(engine: FakeEngine) -> None:
+    engine.worker.begin(engine.scheduler.step_orders({}, (), lambda request: None))
+    request = FakeRequest("a", tokens_of(1, 2 * BLOCK))
+    engine.compute(request)
+    assert engine.scheduler._handles[0].match(engine.chain(0, request)) == 0
+
+
+def test_steps_that_overlap_are_told_apart(store: DaemonProcess) -> None:
+    with FakeEngine(store.socket, lane(name="overlap"), has_overlap=True) as engine:
+        seen: list[int] = []
+        step_ends = engine.scheduler.speeds.step_ends
+        engine.scheduler.speeds.step_ends = (  # type: ignore[method-assign]
+            lambda number: (seen.append(number), step_ends(number))[1]
+        )
+        engine.compute(FakeRequest("a", tokens_of(1, 2 * BLOCK)))
+        assert 1 in seen
+        assert not engine.scheduler.speeds._steps
+
+
 def test_a_preempted_request_is_looked_up_anew(engine: FakeEngine) -> None:
     request = FakeRequest("a", tokens_of(1, 6 * BLOCK))
     engine.compute(FakeRequest("first", tokens_of(1, 4 * BLOCK)))
@@ -263,14 +283,16 @@ def test_what_a_prefill_takes_is_told_and_slow_loads_are_not_made(
     scheduler._settings = replace(engine.settings, plan=True)
     scheduler.speeds._prefill_tokens_per_second = 1e4
     for _ in range(20):
-        scheduler.speeds.copied(1.0)
+        scheduler.speeds.copied(1e6)
     scheduler.counts.take()
     slow = FakeRequest("slow", tokens_of(1, 64 * BLOCK))
     scheduler.arrived(slow)
     assert engine.ask(slow) == (0, False)
     assert scheduler.counts.take()["loads_not_worth"] == 1
-    for _ in range(20):  # by and by one is tried again
-        scheduler._is_worth(63 * BLOCK)
+    assert engine.ask(slow) == (0, False)
+    assert not scheduler.counts.take(), "counted once"
+    for _ in range(40):  # by and by one is tried again
+        scheduler._is_worth(SimpleNamespace(is_slow=False), 63 * BLOCK)
     tokens, _, last = engine.load(FakeRequest("again", tokens_of(1, 64 * BLOCK)))
     assert (tokens, last.failed) == (63 * BLOCK, set())
     assert scheduler.counts.take()["saved_prefill_seconds"] == pytest.approx(63 * BLOCK / 1e4)

@@ -220,26 +220,27 @@ def test_speeds_follow_what_was_seen() -> None:
     now = [0.0]
     speeds = Speeds(lambda: now[0])
     assert speeds.prefill_seconds(100) == 0.0
-    for _ in range(20):
-        speeds.step_begins({"a": 1000}, 1000, {})
+    for at in range(20):
+        speeds.step_begins(at, {"a": 1000}, 1000, {})
         now[0] += 0.5
-        speeds.step_ends()
+        speeds.step_ends(at)
     assert speeds.prefill_seconds(1000) == pytest.approx(0.5)
-    speeds.step_begins({"a": 1}, 1, {})
+    speeds.step_begins(20, {"a": 1}, 1, {})
     now[0] += 9.0
-    speeds.step_ends()
+    speeds.step_ends(20)
     assert speeds.prefill_seconds(1000) == pytest.approx(0.5), "a decode step tells nothing"
 
 
 def test_a_step_takes_from_the_end_of_the_one_before() -> None:
     now = [0.0]
     speeds = Speeds(lambda: now[0])
-    speeds.step_begins({"a": 1000}, 1000, {})
-    for _ in range(30):  # the next one is always on its way before this one ends
+    speeds.step_begins(0, {"a": 1000}, 1000, {})
+    for at in range(30):  # the next one is always on its way before this one ends
         now[0] += 0.1
-        speeds.step_begins({"a": 1000}, 1000, {})
+        speeds.step_begins(at + 1, {"a": 1000}, 1000, {})
         now[0] += 0.4
-        speeds.step_ends()
+        speeds.step_ends(0)  # of one that computed nothing
+        speeds.step_ends(at)
     assert speeds.prefill_seconds(1000) == pytest.approx(0.5, rel=0.01)
 
 
@@ -261,10 +262,20 @@ def test_a_pass_tells_the_prefill_of_the_one_request_that_it_was_for(
     request = SimpleNamespace(num_computed_tokens=200)
     requests: Any = dict.fromkeys("abc", SimpleNamespace(request=request))
     for at in range(2):  # and the second one at once is not asked for
-        speeds.step_begins(scheduled, sum(scheduled.values()), requests)
+        speeds.step_begins(at, scheduled, sum(scheduled.values()), requests)
         now[0] += 0.25
         expected = Prefill(*told, 0.25) if told and not at else None
-        assert speeds.step_ends() == expected
+        assert speeds.step_ends(at) == expected
+
+
+def test_copies_that_seem_slow_are_thought_faster_by_and_by() -> None:
+    speeds = Speeds()
+    assert not speeds.has_copied
+    speeds.copied(5e9)
+    assert speeds.copy_seconds(5e9) == pytest.approx(1.0), "the first one replaces the guess"
+    for _ in range(30):
+        speeds.doubt_copies()
+    assert speeds.copy_seconds(1e12) < 1.0
 
 
 def test_counts_are_taken_once_and_names_are_known() -> None:
