@@ -75,7 +75,7 @@ def find(
     reason = leased.reason or ABSENT
     if host is not None and host.blocks >= leased.blocks:
         leased.end(0)
-        host.is_counted = leased.is_counted
+        host.counted = leased.blocks if leased.is_counted else 0
         return Prefix(host, reason)
     if leased.blocks:
         return Prefix(leased, "" if leased.blocks == blocks else reason)

@@ -29,7 +29,6 @@ class ReservationEnds:
         store = self._store
         freed = store.reservations.acknowledge(client, reservation)
         if freed is not None:
-            store.counters.add("late_commits")
             store.host_tier.free(freed)
             return len(freed)
         found = store.reservations.find(engine, reservation)

@@ -113,8 +113,6 @@ class KVClient:
             )
         if life is None:
             return DirectoryReads(False, self.away_reason)
-        if life.directory is None:
-            return DirectoryReads(False, "the daemon has no host tier")
         return DirectoryReads(True, "")
 
     def wait_connected(self, timeout: float | None = None) -> bool:

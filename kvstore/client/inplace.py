@@ -205,8 +205,8 @@ class HostBlocks:
     """Found in the directory: all readable at once, or not at all."""
 
     reason = ""
-    is_counted = False
-    """Whether the daemon was asked for these blocks as well, and counted that."""
+    counted = 0
+    """Leading blocks that the daemon was asked for as well, and counted as used."""
 
     def __init__(
         self,
@@ -257,9 +257,9 @@ class HostBlocks:
         return is_whole and (self._gpu is None or self._gpu.valid())
 
     def end(self, used: int) -> None:
-        """Tell the daemon what was used, if it saw nothing of this."""
-        if used and not self.is_counted:
-            names = self._joined[: used * FINGERPRINT_BYTES]
+        """Tell the daemon what was used of what it saw nothing of."""
+        if used > self.counted:
+            names = self._joined[self.counted * FINGERPRINT_BYTES : used * FINGERPRINT_BYTES]
             self._handle._keeper.report(self._life, self._handle.id, names)
 
 

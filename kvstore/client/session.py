@@ -162,8 +162,9 @@ class Session:
         request.client, request.reservation = life.client, secrets.randbits(63) | 1
         try:
             reply: pb.ReserveReply = self.call_until_closed("Reserve", request, deadline_seconds)
-        except Unavailable as error:
-            if not isinstance(error, (Draining, Overloaded)):  # those are answers
+        except BaseException as error:  # Ctrl-C, too
+            is_answer = isinstance(error, KVStoreError) and not isinstance(error, Unavailable)
+            if not is_answer and not isinstance(error, (Draining, Overloaded)):
                 abort(life, request.reservation)
             raise
         return reply

@@ -116,7 +116,7 @@ class NvmeTier:
         share = int(SHARE_OF_FREE_SPACE * (free_bytes(directory) + bytes_below(directory)))
         segments.bytes_max = bytes_max = min(config.bytes_max, share)
         prove_reason = "" if cls.is_read_only else _prove(io, files)
-        if not superblock.lives:
+        if not superblock.lives and not cls.is_read_only:
             superblocks.store(directory, superblock)
         ledger = Ledger(
             directory,

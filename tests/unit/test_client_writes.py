@@ -483,6 +483,26 @@ def test_slots_whose_answer_was_lost_are_given_back(
     eventually(lambda: not lost & set(fake.reservations))
 
 
+def test_slots_are_given_back_after_a_ctrl_c_while_they_were_asked_for(
+    make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, client = make_fake(), make_client()
+    space = open_space(client)
+    call = client._session.call_until_closed
+
+    def interrupted(method: str, *arguments: Any) -> Any:
+        reply = call(method, *arguments)
+        if method == "Reserve":
+            raise KeyboardInterrupt
+        return reply
+
+    monkeypatch.setattr(client._session, "call_until_closed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        space.reserve(chain_of(space, 1))
+    (asked,) = [ask.reservation for ask in fake.called("Reserve") if not ask.count]
+    eventually(lambda: asked in [abort.reservation for abort in fake.called("Abort")])
+
+
 def test_an_abort_that_finds_the_daemon_busy_is_sent_again(
     make_fake: Make, make_client: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
