@@ -126,6 +126,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Only in the scheduler's role, as `worker` in the other: vLLM calls a role's own hooks."""
     worker: WorkerSide
     _side: SchedulerSide | WorkerSide
+    _handled: BaseException | None
+    """What whoever runs the engine is just handling, from a step's begin on."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -299,7 +301,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._handled = sys.exc_info()[1]  # by who called the engine
+        self._handled = sys.exc_info()[1]
         self.worker.begin(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

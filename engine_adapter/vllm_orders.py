@@ -119,14 +119,14 @@ class WorkerReport:
     failed_requests: set[str] = field(default_factory=set)
     saves_lost: bool = False
     """This step's saves were thrown away: the forward pass read blocks that did not come."""
-    copy_bytes_per_second: float = 0.0
-    """Of loads lately; 0: none were measured."""
+    copy: tuple[int, float] | None = None
+    """Bytes and seconds of the newest load; None: none was measured."""
     step: int = 0
     """Of the orders."""
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Of two ranks in the same step."""
-        rates = [r for r in (self.copy_bytes_per_second, other.copy_bytes_per_second) if r]
+        copies = [copy for copy in (self.copy, other.copy) if copy is not None]
         return WorkerReport(
             fence=min(self.fence, other.fence),
             stored={**self.stored, **other.stored},
@@ -134,6 +134,6 @@ class WorkerReport:
             failed=self.failed | other.failed,
             failed_requests=self.failed_requests | other.failed_requests,
             saves_lost=self.saves_lost or other.saves_lost,
-            copy_bytes_per_second=min(rates, default=0.0),
+            copy=min(copies, key=lambda copy: copy[0] / copy[1], default=None),
             step=max(self.step, other.step),
         )

@@ -100,15 +100,15 @@ class SavePlan:
         if tokens > len(scheduled):
             names = [request_id for request_id, count in scheduled.items() if count > 1]
             chosen = [one for one in map(self._requests.get, names) if one is not None]
-            for tracked in chosen:
-                tracked.due = 0
+            for one in chosen:
+                one.due = 0
         overdue, step = self._overdue, self._step
         overdue.extend(self._due.pop(step, ()))
         chosen_max = len(chosen) + self._answers_max
         while overdue and len(chosen) < chosen_max:
-            due = self._requests.get(overdue.popleft())
-            if due is not None and 0 < due.due <= step:
-                chosen.append(due)
+            tracked = self._requests.get(overdue.popleft())
+            if tracked is not None and 0 < tracked.due <= step:
+                chosen.append(tracked)
         return chosen
 
     def _save(
@@ -146,8 +146,8 @@ class SavePlan:
 
     def lost(self) -> None:
         """The last step's saves count for nothing."""
-        for number in range(self._last_from, self._next_number):
-            self._unstored.pop(number + 1, None)
+        for number in range(self._last_from + 1, self._next_number + 1):
+            self._unstored.pop(number, None)
         for tracked, before in self._last:
             if tracked.saved_tokens != NOT_TOLD:
                 tracked.saved_tokens = tracked.save_from = min(tracked.saved_tokens, before)

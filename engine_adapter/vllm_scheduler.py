@@ -338,8 +338,10 @@ class SchedulerSide:
                 self._requests[request_id].load_failed()
         if report.saves_lost:
             self._saves.lost()
-        if report.copy_bytes_per_second:
-            self.speeds.copied(report.copy_bytes_per_second)
+        if report.copy is not None:
+            size_bytes, seconds = report.copy
+            self.speeds.copied(size_bytes / seconds)
+            self._timings.copy(size_bytes, seconds)
         self._saves.stored(report.stored)
 
     def _loaded(self, tracked: Tracked, failed: Container[str]) -> None:

@@ -36,7 +36,7 @@ class Settings:
     hit_tokens_min: int = 1
     """Fewer tokens than these beyond the engine's own cache are not worth a load."""
     plan: bool = True
-    """Load only what the daemon reckons to be faster than computing it."""
+    """Load only what is predicted to be faster than computing it."""
     suppress_seconds: float = 10.0
     """A block that failed to load is not asked for again for so long."""
     staging_bytes: int = 0

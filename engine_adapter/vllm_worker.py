@@ -26,7 +26,6 @@ from engine_adapter.vllm_scheduler import NOTHING, open_lane
 from engine_adapter.vllm_settings import Settings
 from engine_adapter.vllm_statistics import Counts
 from kvstore.client import KVClient
-from kvstore.client.inplace import timings_of
 
 IDLE_WAIT_SECONDS = 0.0005
 """An engine with nothing to compute asks again and again whether a load is done: it leaves the
@@ -53,7 +52,6 @@ class WorkerSide:
         self._client = client
         self.counts = Counts()
         handles = tuple(open_lane(client, lane) for lane in lanes)
-        self._timings = timings_of(handles[0])
         self.side = Side(tuple(lanes), handles, rank, settings, self.counts)
         self._orders = NOTHING
         self._waiting: list[LoadTask] = []
@@ -162,8 +160,7 @@ class WorkerSide:
                 self._failed.add(task.order.request)
             return
         if task.seconds > 0 and task.size_bytes:
-            self._reported().copy_bytes_per_second = task.size_bytes / task.seconds
-            self._timings.copy(task.size_bytes, task.seconds)
+            self._reported().copy = task.size_bytes, task.seconds
         self.counts.add(
             loaded_tokens=task.tokens, loaded_bytes=task.size_bytes, load_seconds=task.seconds
         )

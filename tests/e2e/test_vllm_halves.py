@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 from engine_adapter.refusal import Refused
+from engine_adapter.vllm_orders import WorkerReport
 from engine_adapter.vllm_saves import ANSWER_TOKENS, ANSWERS_MAX
 from engine_adapter.vllm_settings import Settings
 from tests.conftest import DaemonProcess
@@ -296,6 +297,17 @@ def test_what_a_prefill_takes_is_told_and_slow_loads_are_not_made(
     tokens, _, last = engine.load(FakeRequest("again", tokens_of(1, 64 * BLOCK)))
     assert (tokens, last.failed) == (63 * BLOCK, set())
     assert scheduler.counts.take()["saved_prefill_seconds"] == pytest.approx(63 * BLOCK / 1e4)
+
+
+def test_what_a_load_takes_is_told(engine: FakeEngine, store: DaemonProcess) -> None:
+    def samples() -> int:
+        link: Any = store.stat()["costs"]["links"]["host"]
+        return int(link["samples"])
+
+    before = samples()
+    engine.scheduler.step_ended(WorkerReport(copy=(2 << 20, 0.1)), ())
+    assert engine.scheduler.speeds.copy_seconds(2 << 20) == pytest.approx(0.1)
+    eventually(lambda: samples() == before + 1, "the daemon knows")
 
 
 def test_an_old_answer_is_asked_for_again_once_and_no_step_waits_for_it(

@@ -210,10 +210,12 @@ def test_an_order_names_the_blocks_of_its_chain() -> None:
 
 
 def test_reports_of_ranks_keep_the_worst_of_both() -> None:
-    left = WorkerReport(2, {1: 3}, [7], {b"a"}, {"r"}, False, 5.0)
-    right = WorkerReport(1, {2: 4}, [8], {b"b"}, set(), True, 0.0)
-    both = WorkerReport(1, {1: 3, 2: 4}, [7, 8], {b"a", b"b"}, {"r"}, True, 5.0)
+    left = WorkerReport(2, {1: 3}, [7], {b"a"}, {"r"}, False, (5, 1.0))
+    right = WorkerReport(1, {2: 4}, [8], {b"b"}, set(), True)
+    both = WorkerReport(1, {1: 3, 2: 4}, [7, 8], {b"a", b"b"}, {"r"}, True, (5, 1.0))
     assert left.merge(right) == both
+    right.copy = (9, 3.0)
+    assert left.merge(right).copy == (9, 3.0), "the slower one"
 
 
 def test_speeds_follow_what_was_seen() -> None:
