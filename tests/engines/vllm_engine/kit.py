@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="make test-vllm has its own environment")
+pytest.importorskip("vllm", reason="vLLM is not installed here: run make test-vllm")
 
 from bench.vllm_engine import (
     BLOCK,
